@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// ctkvr-cli: looks at a running server, replays recorded attention through it, measures it.
+// Exit codes: 0 done; 1 the server or a check said no; 2 the command line is wrong.
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <malloc.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "client/cli/bench.h"
+#include "client/cli/inspect.h"
+#include "client/cli/output.h"
+#include "client/cli/replay.h"
+#include "client/cli/trace.h"
+#include "ctkvr/client/client.h"
+
+namespace ctkvr::cli {
+namespace {
+
+constexpr int kExitFailed = 1;
+constexpr int kExitUsage = 2;
+
+struct Flags {
+  std::string address = "127.0.0.1:7420";
+  bool json = false;
+  std::string session_id;
+  std::vector<std::string> traces;
+  ReplayFlags replay;
+  double min_needle_share = 0;
+  BenchFlags bench;
+};
+
+void Print(const nlohmann::json& json) { Write(stdout, fmt::format("{}\n", json.dump(1))); }
+
+// Says what went wrong, with the server's reason where there is one.
+int Fail(const absl::Status& status) {
+  const client::ErrorDetail detail = client::DetailOf(status);
+  Write(stderr, fmt::format("ctkvr-cli: {}{}{}\n", status.ToString(absl::StatusToStringMode::kWithNoExtraData),
+                            detail.reason.empty() ? "" : " reason ", detail.reason));
+  return kExitFailed;
+}
+
+int Info(const client::Client& client, const Flags& flags) {
+  const auto info = client.ServerInfo();
+  if (!info.ok()) return Fail(info.status());
+  if (flags.json) {
+    Print(ToJson(*info));
+  } else {
+    Write(stdout, InfoText(*info));
+  }
+  return 0;
+}
+
+int Sessions(const client::Client& client, const Flags& flags) {
+  if (!flags.session_id.empty()) {
+    const auto session = client.GetSession(flags.session_id);
+    if (!session.ok()) return Fail(session.status());
+    if (flags.json) {
+      Print(ToJson(*session));
+    } else {
+      Write(stdout, SessionText(*session));
+    }
+    return 0;
+  }
+  const auto sessions = client.ListSessions();
+  if (!sessions.ok()) return Fail(sessions.status());
+  if (flags.json) {
+    nlohmann::json list = nlohmann::json::array();
+    for (const auto& entry : *sessions) list.push_back(ToJson(entry));
+    Print({{"sessions", std::move(list)}});
+  } else {
+    Write(stdout, SessionListText(*sessions));
+  }
+  return 0;
+}
+
+// Checks that were asked for; says what failed.
+int Judge(const std::vector<ReplayResult>& results, const Flags& flags) {
+  int exit = 0;
+  for (const ReplayResult& result : results) {
+    if (!result.verify) continue;
+    const VerifyReport& verify = *result.verify;
+    Write(stderr,
+          fmt::format(
+              "{}: {} sets checked against brute force over the stored keys: {} wrong, {} wrong scores, {} tokens "
+              "within the tie band{}{}\n",
+              result.name, Count(verify.sets), verify.wrong_sets, verify.wrong_scores, verify.tied_tokens,
+              verify.first.empty() ? "" : "; first: ", verify.first));
+    if (!verify.good()) exit = kExitFailed;
+  }
+  const double share = TotalNeedleShare(results).value_or(1);
+  if (share < flags.min_needle_share) {
+    Write(stderr, fmt::format("ctkvr-cli: needle share is {:.4f}; at least {:.4f} was asked for\n", share,
+                              flags.min_needle_share));
+    exit = kExitFailed;
+  }
+  return exit;
+}
+
+int ReplayTraces(const client::Client& client, const Flags& flags) {
+  Progress progress = Progress::Stderr();
+  std::vector<ReplayResult> results;
+  for (const std::string& folder : flags.traces) {
+    const auto trace = LoadTrace(folder);
+    if (!trace.ok()) return Fail(trace.status());
+    auto result = Replay(client, *trace, flags.replay, &progress);
+    if (!result.ok()) return Fail(result.status());
+    results.push_back(*std::move(result));
+  }
+  if (flags.json) {
+    Print(ReplayJson(results));
+  } else {
+    Write(stdout, ReplayTable(results));
+  }
+  std::fflush(stdout);
+  return Judge(results, flags);
+}
+
+int RunBench(const client::Client& client, const Flags& flags) {
+  Progress progress = Progress::Stderr();
+  const auto result = Bench(client, flags.bench, &progress);
+  if (!result.ok()) return Fail(result.status());
+  if (flags.json) {
+    Print(BenchJson(*result));
+  } else {
+    Write(stdout, BenchTable(*result));
+  }
+  return 0;
+}
+
+void AddReplay(CLI::App& app, Flags* flags) {
+  CLI::App* replay = app.add_subcommand("replay", "Replay traces and compare what is chosen with exact attention");
+  replay->add_option("trace", flags->traces, "Folders of q.npy, k.npy, v.npy and meta.json")->required();
+  AddSelectionFlags(replay, &flags->replay.selection);
+  replay->add_option("--steps", flags->replay.steps, "Tokens decoded at most; 0: all")->capture_default_str();
+  replay->add_option("--every", flags->replay.every, "Retrieve at every so manyth decoded token")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  replay->add_flag("--hold-decoded", flags->replay.hold_decoded,
+                   "Always include all decoded tokens, as the window grows, in place of a window that slides");
+  replay->add_flag("--verify-exact", flags->replay.verify_exact,
+                   "Source exact: compare ids and scores with brute force over the decoded stored keys");
+  replay->add_option("--min-needle-share", flags->min_needle_share, "Exit with 1 when the needle share is lower")
+      ->check(CLI::Range(0.0, 1.0));
+}
+
+void AddBench(CLI::App& app, Flags* flags) {
+  CLI::App* bench = app.add_subcommand("bench", "Measure retrievals of one layer of synthetic keys and values");
+  AddSelectionFlags(bench, &flags->bench.selection);
+  bench->add_option("--q-heads", flags->bench.q_heads, "Query heads")->capture_default_str();
+  bench->add_option("--kv-heads", flags->bench.kv_heads, "KV heads")->capture_default_str();
+  bench->add_option("--head-dim", flags->bench.head_dim, "Dimensions of queries and keys")->capture_default_str();
+  bench->add_option("--value-dim", flags->bench.value_dim, "Dimensions of values; 0: as head-dim")
+      ->capture_default_str();
+  bench->add_option("--tokens", flags->bench.tokens, "Tokens appended")->capture_default_str();
+  bench->add_option("--retrievals", flags->bench.retrievals, "Retrievals of each run")->capture_default_str();
+  bench->add_option("--in-flight", flags->bench.in_flight, "Retrievals in flight in the second run")
+      ->capture_default_str();
+}
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  CLI::App app("Looks at a ctkvr server, replays recorded attention through it, measures it.", "ctkvr-cli");
+  app.require_subcommand(1);
+  app.fallthrough();  // --address and --json may follow the subcommand
+  app.add_option("--address", flags.address, "host:port of the server")
+      ->envname("CTKVR_ADDRESS")
+      ->capture_default_str();
+  app.add_flag("--json", flags.json, "Print JSON in place of tables");
+  app.add_subcommand("info", "Version, limits and memory of the server");
+  CLI::App* sessions = app.add_subcommand("sessions", "All sessions, or one in detail");
+  sessions->add_option("id", flags.session_id, "A session's id");
+  AddReplay(app, &flags);
+  AddBench(app, &flags);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {  // CLI11 has no other way; it also says --help like this
+    return app.exit(error) == 0 ? 0 : kExitUsage;
+  }
+  const auto client = client::Client::Connect({.address = flags.address});
+  if (!client.ok()) return Fail(client.status());
+  if (app.got_subcommand("info")) return Info(**client, flags);
+  if (app.got_subcommand("sessions")) return Sessions(**client, flags);
+  if (app.got_subcommand("replay")) return ReplayTraces(**client, flags);
+  return RunBench(**client, flags);
+}
+
+}  // namespace
+}  // namespace ctkvr::cli
+
+int main(int argc, char** argv) {
+  // A standard stream that the caller closed: else the connection takes its number, and our messages go to the server.
+  int fd = 0;
+  while (fd >= 0 && fd <= STDERR_FILENO) fd = open("/dev/null", O_RDWR);
+  if (fd >= 0) close(fd);
+  // As the server does: else glibc maps and unmaps every large reply anew, and that is what would be measured.
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 256 << 20);
+  return ctkvr::cli::Main(argc, argv);
+}

@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "client/cli/selection_flags.h"
+
+#include <algorithm>
+#include <cctype>
+#include <set>
+
+namespace ctkvr::cli {
+namespace {
+
+std::string Upper(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::toupper(c); });
+  return text;
+}
+
+std::string Lower(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
+  return text;
+}
+
+// The enum value of type "SOURCE_" and name "sketch".
+template <typename Enum>
+Enum Parse(const std::string& prefix, const std::string& name, bool (*parse)(const std::string&, Enum*)) {
+  Enum value{};
+  parse(prefix + Upper(name), &value);
+  return value;
+}
+
+}  // namespace
+
+void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
+  const auto one_of = [](std::set<std::string> names) { return CLI::IsMember(std::move(names)); };
+  command->add_option("--format", flags->format, "How keys and values are stored")
+      ->check(one_of({"f32", "f16", "bf16", "k8v8", "k8v4", "k6v4"}))
+      ->capture_default_str();
+  command->add_option("--source", flags->source, "Where candidates come from")
+      ->check(one_of({"dense", "exact", "sketch", "query_centroids"}))
+      ->capture_default_str();
+  command->add_option("--reduction", flags->reduction, "How the heads of a group become one ranking")
+      ->check(one_of({"sum_softmax", "max_softmax", "per_head"}))
+      ->capture_default_str();
+  command->add_option("--k", flags->k_tokens, "Tokens chosen a KV head beside the always-included ones")
+      ->capture_default_str();
+  command->add_option("--first-planes", flags->first_planes, "sketch: bit planes of the first pass, 1 or 2")
+      ->capture_default_str();
+  command->add_option("--keep-share", flags->keep_share, "sketch: share of the tokens that survives the first pass")
+      ->capture_default_str();
+  command->add_option("--refine-planes", flags->refine_planes, "sketch: planes of the second pass; 0 skips it")
+      ->capture_default_str();
+  command->add_option("--candidates", flags->candidate_tokens, "sketch: tokens scored with all planes")
+      ->capture_default_str();
+  command->add_option("--centroids", flags->centroids, "query_centroids: centroids a KV head")->capture_default_str();
+  command->add_option("--list-tokens", flags->list_tokens, "query_centroids: tokens a list")->capture_default_str();
+  command->add_option("--probes", flags->probes, "query_centroids: lists read a query")->capture_default_str();
+  command->add_option("--sinks", flags->sink_tokens, "First tokens, always included")->capture_default_str();
+  command->add_option("--window", flags->window_tokens, "Last tokens, always included")->capture_default_str();
+  command->add_option("--dense-below", flags->dense_below_tokens, "Layers of at most so many tokens answer with all")
+      ->capture_default_str();
+  command->add_option("--answer", flags->answer, "What a reply carries")
+      ->check(one_of({"ids", "scores", "rows"}))
+      ->capture_default_str();
+  command->add_option("--row-format", flags->row_format, "Form of the rows of a reply")
+      ->check(one_of({"f32", "f16", "bf16", "storage"}))
+      ->capture_default_str();
+  command->add_option("--seed", flags->seed, "Seed of the rotation of coded keys; 0: the server draws one")
+      ->capture_default_str();
+}
+
+v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags) {
+  v1::SessionOptions options;
+  options.set_format(Parse<v1::Format>("FORMAT_", flags.format, &v1::Format_Parse));
+  options.set_first_planes(flags.first_planes);
+  options.set_rotation_seed(flags.seed);
+  options.set_maintenance(v1::MAINTENANCE_MANUAL);
+  v1::Selection* selection = options.mutable_selection();
+  selection->set_source(Parse<v1::Source>("SOURCE_", flags.source, &v1::Source_Parse));
+  selection->set_reduction(Parse<v1::GroupReduction>("GROUP_REDUCTION_", flags.reduction, &v1::GroupReduction_Parse));
+  selection->set_k_tokens(flags.k_tokens);
+  selection->set_sink_tokens(flags.sink_tokens);
+  selection->set_window_tokens(flags.window_tokens);
+  selection->set_dense_below_tokens(flags.dense_below_tokens);
+  if (selection->source() == v1::SOURCE_SKETCH) {
+    selection->set_keep_share(flags.keep_share);
+    selection->set_refine_planes(flags.refine_planes);
+    selection->set_candidate_tokens(flags.candidate_tokens);
+  }
+  if (selection->source() == v1::SOURCE_QUERY_CENTROIDS) {
+    selection->set_probes(flags.probes);
+    v1::QueryCentroidOptions* set = options.add_query_centroids();
+    set->set_centroids(flags.centroids);
+    set->set_list_tokens(flags.list_tokens);
+  }
+  return options;
+}
+
+v1::AnswerOptions MakeAnswerOptions(const SelectionFlags& flags) {
+  v1::AnswerOptions options;
+  options.set_mode(Parse<v1::AnswerMode>("ANSWER_MODE_", flags.answer, &v1::AnswerMode_Parse));
+  options.set_row_format(Parse<v1::RowFormat>("ROW_FORMAT_", flags.row_format, &v1::RowFormat_Parse));
+  return options;
+}
+
+std::string ShortName(v1::Source source) { return Lower(v1::Source_Name(source).substr(sizeof("SOURCE_") - 1)); }
+std::string ShortName(v1::Format format) { return Lower(v1::Format_Name(format).substr(sizeof("FORMAT_") - 1)); }
+
+}  // namespace ctkvr::cli

@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The operations of ops.h on host memory, one item each, one file each. Thread-safe: they touch nothing but the item.
+
+#pragma once
+
+#include "kernels/cpu/kernels.h"
+#include "kernels/ops.h"
+
+namespace ctkvr::cpu {
+
+void PrepareQuery(const CpuKernels& kernels, const PrepareQueriesItem& item);
+void FitMean(const CpuKernels& kernels, const FitMeanItem& item);
+void WriteTokens(const CpuKernels& kernels, const WriteTokensItem& item);
+void ScanPlanes(const CpuKernels& kernels, const ScanPlanesItem& item);
+void RefinePlanes(const CpuKernels& kernels, const RefinePlanesItem& item);
+void ScoreTokens(const CpuKernels& kernels, const ScoreTokensItem& item);
+void SelectTokens(const CpuKernels& kernels, const SelectTokensItem& item);
+void WriteCentroids(const CpuKernels& kernels, const WriteCentroidsItem& item);
+void BuildLists(const CpuKernels& kernels, const BuildListsItem& item);
+void SelectLists(const CpuKernels& kernels, const SelectListsItem& item);
+void MergeCandidates(const CpuKernels& kernels, const MergeCandidatesItem& item);
+void GatherRows(const CpuKernels& kernels, const GatherRowsItem& item);
+
+}  // namespace ctkvr::cpu

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The façade, and the API for embedding: sessions of keys and values behind asynchronous calls. Knows no gRPC, writes
+// no log, reads no flag.
+//
+//   Engine ── owns ── Arena
+//     │
+//     └─ owns ── Lane[n] ── owns ── thread, queue, Stream, Scratch, SessionTable ── owns ── Session ── owns ── Layer
+//
+// Thread-safe. Every call answers through its callback, exactly once: on a lane's thread, or at once on the caller's
+// when the queue is full, the engine drains or the session is unknown. Callbacks must not block. A session's calls
+// take effect in the order they were made.
+//
+// Errors common to the calls that name a session: NOT_FOUND (never opened, closed, expired: see error.h),
+// FAILED_PRECONDITION (epoch, fingerprint, failed session), RESOURCE_EXHAUSTED (queue), DEADLINE_EXCEEDED, CANCELLED,
+// UNAVAILABLE (draining is refused for Open only; after Drain everything is).
+
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/backend.h"
+#include "server/core/clock.h"
+#include "server/core/stats.h"
+#include "server/core/types.h"
+
+namespace ctkvr {
+
+struct EngineOptions {
+  uint32_t lanes = 1;                        // threads that own sessions
+  size_t arena_bytes = size_t{1} << 30;      // for all sessions
+  size_t scratch_bytes = size_t{256} << 20;  // a lane, for one batch's intermediate results
+  uint32_t queue_items_max = 1024;           // waiting calls a lane
+  uint32_t sessions_max = 100000;
+  bool threads = true;  // false: tests drive lanes by RunLane
+};
+
+struct EngineMemory {
+  uint64_t arena_bytes = 0;
+  uint64_t arena_free_bytes = 0;
+  uint64_t arena_reserved_bytes = 0;
+  uint64_t arena_held_bytes = 0;
+};
+
+class Engine {
+ public:
+  // `backend` and `clock` must outlive the engine.
+  static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options, Backend& backend, Clock& clock);
+  ~Engine();  // drains at once
+
+  // `id` empty: the engine names it. ALREADY_EXISTS; RESOURCE_EXHAUSTED (ARENA_FULL, SESSION_LIMIT);
+  // INVALID_ARGUMENT.
+  void Open(std::string id, SessionConfig config, CallContext context, Callback<SessionInfo> done);
+
+  // The steps of a batch: each session's append, then its retrieval; results in the order of the requests. Requests
+  // view the caller's bytes until `done` has run. One lane's steps share operations.
+  void Step(std::vector<StepRequest> requests, CallContext context,
+            absl::AnyInvocable<void(std::vector<StepResult>)> done);
+
+  void Truncate(SessionRef session, uint32_t length, CallContext context, Callback<TruncateResult> done);
+  void Close(SessionRef session, CallContext context, Callback<CloseResult> done);
+  void Get(SessionRef session, CallContext context, Callback<SessionInfo> done);
+  void KeepAlive(SessionRef session, CallContext context, Callback<LeaseResult> done);
+  // `layers` empty: all. Runs maintenance to its end.
+  void Maintain(SessionRef session, std::vector<uint32_t> layers, CallContext context, Callback<MaintainResult> done);
+  // At most `limit` sessions with id > `after`, by id.
+  void List(std::string after, uint32_t limit, CallContext context, Callback<std::vector<SessionSummary>> done);
+
+  // From now on Open answers UNAVAILABLE (DRAINING).
+  void StartDraining();
+  // StartDraining, waits until queues are empty or `timeout` has passed, answers what is left with UNAVAILABLE, ends
+  // every session, stops the lanes. Later calls answer UNAVAILABLE. Returns whether all work was finished.
+  bool Drain(std::chrono::milliseconds timeout);
+
+  uint64_t boot_id() const;
+  bool draining() const;
+  // False once the device is lost, which is for good: every call that needs it then answers UNAVAILABLE.
+  bool healthy() const;
+  const Stats& stats() const;
+  EngineMemory memory() const;
+  const EngineOptions& options() const;
+  BackendInfo backend_info() const;
+
+  // Runs all that is queued on a lane and one maintenance step; returns whether there was anything.
+  // REQUIRES: options().threads is false.
+  bool RunLane(uint32_t lane);
+
+ private:
+  class Impl;
+  explicit Engine(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace ctkvr

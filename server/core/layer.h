@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The stored tokens of one layer of one session: pages a KV head, the key mean, and the index where there is one.
+//
+// Keys of a coded format are raw (code generation 0) until the layer has held sink_tokens + limits::kMeanTokens tokens;
+// then the mean of those after the sinks is fixed for the session's life and every key is coded about it
+// (generation 1). Writing and publishing are apart: places are made by Grow, filled by operations, and seen only after
+// Commit, which cannot fail.
+//
+// Not thread-safe: belongs to one lane.
+
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "kernels/arena.h"
+#include "kernels/formats.h"
+#include "kernels/ops.h"
+#include "server/core/index.h"
+#include "server/core/memory_plan.h"
+#include "server/core/types.h"
+
+namespace ctkvr {
+
+// Which reservations a layer takes from.
+struct LayerRequests {
+  size_t pages = MemoryPlan::kNone;
+  size_t raw_pages = MemoryPlan::kNone;  // a request of its own: given back when the mean is fixed
+  size_t mean = MemoryPlan::kNone;
+  IndexRequests index;
+};
+// Adds what the layer may ever hold. `spare` as in PlanIndex.
+LayerRequests PlanLayer(const LayerConfig& layer, const SessionConfig& session, bool spare, MemoryPlan& plan);
+
+class Layer {
+ public:
+  // Reservations must outlive the layer. `signs` is [RotationRounds(head_dim)][head_dim] in device memory, null unless
+  // keys are coded. `config` and `session` must outlive it too.
+  struct Memory {
+    Reservation* pages = nullptr;
+    Reservation* raw_pages = nullptr;
+    Reservation* mean = nullptr;
+    QueryIndex::Memory index;
+    const float* signs = nullptr;
+  };
+  Layer(const LayerConfig& config, const SessionConfig& session, const Memory& memory);
+
+  const LayerConfig& config() const { return config_; }
+  const PageLayout& layout() const { return layout_; }
+  DType dtype() const { return dtype_; }
+  uint32_t length() const { return length_; }
+  bool coded() const { return KeysAreCoded(config_.format); }
+  bool raw() const { return coded() && code_generation_ == 0; }
+  uint32_t code_generation() const { return code_generation_; }
+  // Tokens at which raw keys become codes.
+  uint32_t coding_length() const;
+  // Bytes that scoring one key reads.
+  size_t key_bytes() const;
+  // Bytes of a token's rows in storage form.
+  uint32_t storage_key_bytes() const {
+    return raw() ? static_cast<uint32_t>(key_bytes()) : StorageKeyRowBytes(layout_);
+  }
+  uint32_t storage_value_bytes() const { return StorageValueRowBytes(layout_); }
+  RowCodec Codec(uint64_t rotation_seed) const;
+
+  // The visible tokens of a KV head, page tables in host memory: [page_count(length)].
+  HeadView View(uint32_t kv_head) const;
+  static size_t page_count(uint32_t tokens) { return (size_t{tokens} + kPageTokens - 1) / kPageTokens; }
+
+  // ---- Writing ----
+  // Makes places for positions below `length`. REQUIRES: within the token limit.
+  void Grow(uint32_t length);
+  // Places of pages [first_page, ...): positions count from first_page * kPageTokens. `raw` chooses where keys go.
+  HeadView Places(uint32_t kv_head, uint32_t first_page, bool raw) const;
+  // Where FitMean puts the mean of a KV head, [head_dim].
+  float* MeanPlace(uint32_t kv_head);
+  // From now on keys are codes about `mean` [kv_heads, head_dim], which the device holds already. Gives raw pages back.
+  void FixMean(std::vector<float> mean);
+  // Positions below `length` are visible, and places past it given back.
+  void Commit(uint32_t length);
+  // Gives back what Grow and MeanPlace took for a write that failed.
+  void Abandon();
+
+  QueryIndex* index() { return index_.has_value() ? &*index_ : nullptr; }
+  const QueryIndex* index() const { return index_.has_value() ? &*index_ : nullptr; }
+  // Adds what the layer holds.
+  void AddTo(MemoryInfo& memory) const;
+
+ private:
+  struct Head {
+    std::vector<Block> pages;
+    std::vector<std::byte*> page_table;
+    std::vector<Block> raw_pages;
+    std::vector<std::byte*> raw_table;
+  };
+  void Shrink(uint32_t length);
+
+  const LayerConfig& config_;
+  const DType dtype_;  // of the session's tensors, and so of raw keys
+  const Memory memory_;
+  const PageLayout layout_;
+  std::vector<Head> heads_;  // [kv_heads]
+  Block mean_block_;         // [kv_heads, head_dim]
+  std::vector<float> mean_;  // the same for the host; empty while keys are raw
+  uint32_t length_ = 0;
+  uint32_t code_generation_ = 0;
+  std::optional<QueryIndex> index_;
+};
+
+}  // namespace ctkvr

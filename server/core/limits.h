@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Every limit the service checks at the door, with its reason. Nothing else in the code names a bound of its own.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ctkvr::limits {
+
+// Ids appear in logs, map keys and replies.
+inline constexpr size_t kSessionIdBytesMax = 128;
+inline constexpr size_t kFingerprintBytesMax = 256;
+inline constexpr size_t kCentroidSetNameBytesMax = 64;
+
+// Geometry: the largest public models, with room.
+inline constexpr uint32_t kLayersMax = 256;
+inline constexpr uint32_t kQHeadsMax = 256;
+inline constexpr uint32_t kKvHeadsMax = 128;
+inline constexpr uint32_t kGroupHeadsMax = 16;  // registers of the scan kernels; equals ctkvr::kGroupHeadsMax
+inline constexpr uint32_t kHeadDimMin = 16;
+inline constexpr uint32_t kHeadDimMax = 256;     // what the conformance cases cover
+inline constexpr uint32_t kHeadDimMultiple = 8;  // a plane is whole bytes
+inline constexpr uint32_t kTokenLimitMax = 4u << 20;
+
+// Products of two such numbers, summed over kHeadDimMax, stay far inside float32: scores are always finite.
+inline constexpr double kMagnitudeMax = 1e15;
+// 2-norm of keys to be coded: half the largest binary16, so that key less mean, rotated, always has scales that
+// binary16 holds.
+inline constexpr double kCodedKeyNormMax = 32752;
+inline constexpr float kSoftmaxScaleMax = 1e4f;
+inline constexpr float kSinkLogitMax = 1e6f;
+
+// One call.
+inline constexpr uint32_t kTokensMax = 8192;  // k_tokens
+inline constexpr uint32_t kCandidateTokensMax = 65536;
+inline constexpr uint32_t kQueryPositionsMax = 64;        // speculative drafts
+inline constexpr uint32_t kItemsMax = 256;                // sessions a batch
+inline constexpr uint32_t kAppendTokensMax = 16384;       // a chunk
+inline constexpr uint64_t kReplyBytesMax = 256ull << 20;  // rows of one reply
+inline constexpr uint64_t kMessageBytesMax = 64ull << 20;
+
+// Query centroids a KV head.
+inline constexpr uint32_t kCentroidsMax = 8192;
+inline constexpr uint32_t kListTokensMax = 8192;
+
+// Leases, seconds.
+inline constexpr uint32_t kLeaseSecondsMin = 1;
+inline constexpr uint32_t kLeaseSecondsMax = 86400;
+inline constexpr uint32_t kLeaseSecondsDefault = 600;
+
+// The server as a whole.
+inline constexpr uint32_t kSessionsMax = 100000;
+inline constexpr uint32_t kQueueItemsDefault = 1024;  // waiting calls a lane
+inline constexpr uint32_t kListSessionsPageMax = 1000;
+inline constexpr size_t kTombstonesMax = 4096;  // closed and expired ids remembered a lane, for NOT_FOUND's text
+
+// The key mean is taken over this many tokens after the sinks; until a layer holds sinks + this many, keys stay raw.
+inline constexpr uint32_t kMeanTokens = 512;
+// Logits of the first pass are made so much flatter, by its number of planes, before they are ranked: the noise of a
+// one-plane estimate passes through exp() and lets the noisiest head of a group crowd out the others. Ten replayed
+// traces, one plane, needle share of the worst: 0.957 as they are, 0.972 at 0.3; two planes: 1.000 either way.
+inline constexpr float kScanFlatness[2] = {0.3f, 1.0f};
+// Centroids one maintenance step builds lists for.
+inline constexpr uint32_t kMaintenanceCentroids = 16;
+// Tokens the tail may grow to before maintenance takes it in (MAINTENANCE_AUTO).
+inline constexpr uint32_t kTailTokens = 1000;
+
+}  // namespace ctkvr::limits

@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "server/core/retrieval_plan.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/base/math.h"
+#include "kernels/base/status_macros.h"
+#include "server/core/error.h"
+#include "server/core/limits.h"
+
+namespace ctkvr {
+namespace {
+
+absl::Status CheckShapes(const Layer& layer, const Query& query) {
+  const LayerConfig& config = layer.config();
+  if (query.dtype != layer.dtype()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("dtype is ", DTypeName(query.dtype), "; the session has ", DTypeName(layer.dtype())));
+  }
+  if (query.positions == 0 || query.positions > limits::kQueryPositionsMax) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("queries has ", query.positions, " positions; it must have 1 to ", limits::kQueryPositionsMax));
+  }
+  if (query.position > std::numeric_limits<uint32_t>::max() - query.positions) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("position is ", query.position, "; its ", query.positions, " positions overflow 32 bits"));
+  }
+  if (query.q_heads != config.q_heads || query.head_dim != config.head_dim) {
+    return absl::InvalidArgumentError(absl::StrCat("queries has q_heads ", query.q_heads, " and head_dim ",
+                                                   query.head_dim, "; the layer has ", config.q_heads, " and ",
+                                                   config.head_dim));
+  }
+  const std::optional<uint64_t> bytes =
+      CheckedProduct({query.positions, config.q_heads, config.head_dim, DTypeBytes(query.dtype)});
+  if (!bytes.has_value() || *bytes != query.queries.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("queries has ", query.queries.size(), " bytes; its dims need ", bytes.value_or(0)));
+  }
+  return absl::OkStatus();
+}
+
+// Filters may leave out tokens even where k does not bind.
+bool HasFilter(const Selection& selection) {
+  return selection.min_score.has_value() || selection.min_share > 0 || selection.top_p < 1;
+}
+
+// Tokens of [begin, end) that are below `below` or at or after `from`.
+uint32_t CountForced(uint32_t begin, uint32_t end, uint32_t below, uint32_t from) {
+  const uint32_t head_end = std::clamp(below, begin, end);
+  const uint32_t tail_begin = std::clamp(std::max(from, head_end), begin, end);
+  return (head_end - begin) + (end - tail_begin);
+}
+
+// The source that serves, once length and state are known.
+Path ChoosePath(const Layer& layer, const Selection& selection, const PositionPlan& plan) {
+  const uint32_t visible = plan.visible();
+  if (visible == 0) return Path::kEmpty;
+  if (layer.config().dense || selection.source == Source::kDense || visible <= selection.dense_below_tokens) {
+    return Path::kDense;
+  }
+  if (!HasFilter(selection) && uint64_t{selection.k_tokens} + plan.always >= visible) return Path::kDense;
+  // Raw keys have no planes; candidates that are everything need no estimate.
+  const bool all_are_candidates = uint64_t{selection.candidate_tokens} + plan.always >= visible;
+  if (selection.source == Source::kSketch && !layer.raw() && !all_are_candidates) return Path::kSketch;
+  if (selection.source == Source::kQueryCentroids && layer.index()->live() != nullptr) return Path::kCentroids;
+  return Path::kExact;
+}
+
+void PlanSketch(const Selection& selection, PositionPlan& plan) {
+  plan.candidates = selection.candidate_tokens;
+  if (selection.refine_planes > 0) {
+    const float share = std::ceil(selection.keep_share * static_cast<float>(plan.visible()));
+    plan.survivors = std::max(static_cast<uint32_t>(share), selection.candidate_tokens);
+  }
+}
+
+PositionPlan PlanPosition(const Layer& layer, const Selection& selection, const Query& query, uint32_t position) {
+  PositionPlan plan;
+  // A query sees its own position, where the layer holds it.
+  const uint32_t seen = std::min(layer.length(), position + 1);
+  plan.end = std::min(seen, query.local_begin.value_or(seen));
+  plan.begin = std::min(query.local_sinks, plan.end);
+  plan.force_below = selection.sink_tokens;
+  plan.force_from = seen - std::min(seen, selection.window_tokens);
+  const bool has_tail = selection.source == Source::kQueryCentroids && layer.index()->live() != nullptr;
+  if (has_tail) plan.force_from = std::min(plan.force_from, layer.index()->indexed_length());
+  plan.always = CountForced(plan.begin, plan.end, plan.force_below, plan.force_from);
+  plan.path = ChoosePath(layer, selection, plan);
+  plan.scored_max = plan.visible();
+  plan.chosen_max = std::min<uint64_t>(plan.visible(), uint64_t{selection.k_tokens} + plan.always);
+  if (plan.path == Path::kDense) plan.chosen_max = plan.visible();
+  if (plan.path == Path::kSketch) {
+    PlanSketch(selection, plan);
+    plan.scored_max = std::min(plan.visible(), plan.candidates + plan.always);
+  }
+  if (plan.path == Path::kCentroids) {
+    const uint64_t listed = uint64_t{selection.probes} * layer.config().query_centroids.list_tokens;
+    plan.scored_max = static_cast<uint32_t>(std::min<uint64_t>(plan.visible(), listed + plan.always));
+    plan.chosen_max = std::min(plan.chosen_max, plan.scored_max);
+  }
+  return plan;
+}
+
+absl::Status CheckAnswerBytes(const Layer& layer, const Query& query, const QueryPlan& plan) {
+  const RowBytes row = AnswerRowBytes(layer, query.answer);
+  uint64_t token_bytes = sizeof(uint32_t);
+  if (query.answer.mode != AnswerMode::kIds) token_bytes += sizeof(float) * plan.set_heads;
+  if (query.answer.mode == AnswerMode::kRows) token_bytes += row.key + row.value;
+  uint64_t tokens = 0;
+  for (const PositionPlan& position : plan.positions) tokens += uint64_t{position.chosen_max} * plan.sets;
+  // At most 2^6 positions of 2^8 sets of 2^22 tokens of 2^12 bytes: no overflow.
+  const uint64_t bytes = tokens * token_bytes;
+  if (bytes <= limits::kReplyBytesMax) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat("the answer may take ", bytes, " bytes for ", tokens,
+                                                   " tokens; the limit is ", limits::kReplyBytesMax));
+}
+
+absl::Status CheckAfterIndex(const Layer& layer, const Query& query, const QueryPlan& plan) {
+  for (uint32_t p = 0; p < plan.positions.size(); ++p) {
+    if (plan.positions[p].path != Path::kCentroids) continue;
+    const uint32_t indexed = layer.index()->indexed_length();
+    const uint32_t position = query.position + p;
+    if (position + 1 >= indexed) continue;
+    return MakeError(absl::StatusCode::kOutOfRange,
+                     absl::StrCat("position is ", position, "; the index of the layer reaches to ", indexed,
+                                  ", and source query_centroids serves no query before it"),
+                     kReasonBeforeIndex, {{"indexed_length", absl::StrCat(indexed)}});
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query) {
+  CTKVR_RETURN_IF_ERROR(CheckShapes(layer, query));
+  const LayerConfig& config = layer.config();
+  QueryPlan plan;
+  plan.used = Resolve(config.selection, query.selection);
+  CTKVR_RETURN_IF_ERROR(ValidateSelection(plan.used, config, session.first_planes));
+  const bool per_head = plan.used.reduction == Reduction::kPerHead;
+  plan.sets = per_head ? config.q_heads : config.kv_heads;
+  plan.set_heads = per_head ? 1 : config.group_heads();
+  const bool has_live = layer.index() != nullptr && layer.index()->live() != nullptr;
+  if (has_live) plan.used.probes = std::min(plan.used.probes, layer.index()->centroid_count());
+  for (uint32_t p = 0; p < query.positions; ++p) {
+    plan.positions.push_back(PlanPosition(layer, plan.used, query, query.position + p));
+  }
+  const PositionPlan& last = plan.positions.back();
+  if (last.path == Path::kSketch) plan.used.candidate_tokens = std::min(plan.used.candidate_tokens, last.visible());
+  CTKVR_RETURN_IF_ERROR(CheckAfterIndex(layer, query, plan));
+  CTKVR_RETURN_IF_ERROR(CheckAnswerBytes(layer, query, plan));
+  return plan;
+}
+
+RowBytes AnswerRowBytes(const Layer& layer, const AnswerOptions& answer) {
+  if (answer.row_format == RowFormat::kStorage) {
+    return {.key = layer.storage_key_bytes(), .value = layer.storage_value_bytes()};
+  }
+  const uint32_t element = answer.row_format == RowFormat::kF32 ? 4 : 2;
+  return {.key = layer.config().head_dim * element, .value = layer.config().value_dim * element};
+}
+
+Source PathSource(Path path) {
+  switch (path) {
+    case Path::kEmpty:
+    case Path::kDense:
+      return Source::kDense;
+    case Path::kExact:
+      return Source::kExact;
+    case Path::kSketch:
+      return Source::kSketch;
+    case Path::kCentroids:
+      return Source::kQueryCentroids;
+  }
+  return Source::kDense;
+}
+
+}  // namespace ctkvr

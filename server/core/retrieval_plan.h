@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a query will do, decided on the host before any work: which positions are visible, which are always included,
+// which source serves, and how much is kept after each pass. Thread-safe: pure functions.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "server/core/layer.h"
+#include "server/core/types.h"
+
+namespace ctkvr {
+
+// How one position is served.
+enum class Path : uint8_t {
+  kEmpty,      // nothing visible
+  kDense,      // everything
+  kExact,      // every visible key is scored
+  kSketch,     // planes of every visible key, coarse to fine, then the candidates
+  kCentroids,  // lists of the nearest query centroids
+};
+
+// One position: the same for all its sets (KV heads; query heads under per_head).
+struct PositionPlan {
+  Path path = Path::kEmpty;
+  uint32_t begin = 0;  // visible: [begin, end)
+  uint32_t end = 0;
+  uint32_t force_below = 0;  // always included: visible positions < force_below or >= force_from
+  uint32_t force_from = 0;
+  uint32_t always = 0;      // how many those are
+  uint32_t survivors = 0;   // kSketch: kept beside the always-included after the first pass; 0: one pass only
+  uint32_t candidates = 0;  // kSketch: kept before scoring
+  uint32_t scored_max = 0;  // tokens scored at most
+  uint32_t chosen_max = 0;  // tokens answered at most
+
+  uint32_t visible() const { return end - begin; }
+};
+
+struct QueryPlan {
+  Selection used;
+  std::vector<PositionPlan> positions;  // [P]
+  uint32_t sets = 0;                    // G: sets a position
+  uint32_t set_heads = 0;               // R: query heads a set
+};
+
+// INVALID_ARGUMENT: shapes, settings. OUT_OF_RANGE (BEFORE_INDEX): see Cache.Retrieve. RESOURCE_EXHAUSTED: the answer
+// might be larger than limits::kReplyBytesMax. REQUIRES: elements were checked.
+absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query);
+
+// Bytes of one row as answered.
+struct RowBytes {
+  uint32_t key = 0;
+  uint32_t value = 0;
+};
+RowBytes AnswerRowBytes(const Layer& layer, const AnswerOptions& answer);
+
+// What served, as answers report it.
+Source PathSource(Path path);
+
+}  // namespace ctkvr

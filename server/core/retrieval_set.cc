@@ -1,0 +1,269 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "server/core/retrieval_set.h"
+
+#include <algorithm>
+#include <limits>
+#include <numeric>
+
+#include "server/core/limits.h"
+
+namespace ctkvr {
+namespace {
+
+// Lays out a set's arrays and fills in its operations.
+class SetBuilder {
+ public:
+  SetBuilder(BatchMemory& memory, RetrievalSet& set)
+      : memory_(memory), set_(set), item_(*set.item), layer_(*set.item->layer) {}
+
+  void Build() {
+    const LayerConfig& config = layer_.config();
+    heads_ = item_.plan.set_heads;
+    set_.kv_head = heads_ == config.group_heads() ? set_.set : set_.set / config.group_heads();
+    set_.first_q_head = set_.set * heads_;
+    set_.visible = set_.plan->visible();
+    view_ = memory_.Stage(layer_.View(set_.kv_head), Layer::page_count(layer_.length()));
+    visible_ = memory_.In(&set_.visible, 1);
+    if (set_.scores()) {
+      query_ = Prepare(set_.first_q_head, heads_);
+      const bool wide = set_.is(Path::kSketch);
+      const uint32_t widest = wide ? set_.plan->visible() : set_.plan->scored_max;
+      if (set_.selects()) workspace_ = memory_.Take<std::byte>(SelectTokensWorkspaceBytes(widest));
+      if (set_.is(Path::kSketch)) BuildSketch();
+      if (set_.is(Path::kCentroids)) BuildCentroids();
+      BuildScore();
+    }
+    if (set_.selects()) BuildSelect();
+    if (item_.wants_rows()) BuildGather();
+  }
+
+ private:
+  // The tokens an operation works on: a list, or all that are visible.
+  struct Tokens {
+    const uint32_t* tokens = nullptr;
+    const uint32_t* count = nullptr;
+    uint32_t count_max = 0;
+  };
+
+  PreparedQuery Prepare(uint32_t first_q_head, uint32_t heads) {
+    const LayerConfig& config = layer_.config();
+    const Query& query = *item_.query;
+    const size_t head_bytes = config.head_dim * DTypeBytes(query.dtype);
+    const size_t elements = size_t{heads} * config.head_dim;
+    const std::byte* bytes =
+        query.queries.data() + (size_t{set_.position} * config.q_heads + first_q_head) * head_bytes;
+    PrepareQueriesItem item{.query = memory_.In(bytes, heads * head_bytes),
+                            .dtype = query.dtype,
+                            .head_dim = config.head_dim,
+                            .mean = nullptr,
+                            .signs = nullptr,
+                            .out = {}};
+    item.out.heads = heads;
+    item.out.plain = memory_.Take<float>(elements);
+    if (layer_.coded() && !layer_.raw()) {
+      item.mean = view_.mean;
+      item.signs = view_.signs;
+      item.out.rotated = memory_.Take<float>(elements);
+      item.out.rotated_sum = memory_.Take<float>(heads);
+      item.out.mean_dot = memory_.Take<float>(heads);
+      item.out.scan = memory_.Take<int8_t>(elements);
+      item.out.scan_scale = memory_.Take<float>(heads);
+      item.out.scan_sum = memory_.Take<int32_t>(heads);
+      item.out.refine = memory_.Take<int8_t>(elements);
+      item.out.refine_scale = memory_.Take<float>(heads);
+      item.out.refine_sum = memory_.Take<int32_t>(heads);
+    }
+    set_.prepare.push_back(item);
+    return item.out;
+  }
+
+  // Keeps the best k beside the always-included tokens, without the filters of the last selection.
+  SelectTokensItem MakeSelect(const Tokens& tokens, const float* scores, uint32_t k, uint32_t* chosen_count) {
+    const LayerConfig& config = layer_.config();
+    const uint32_t chosen_max =
+        static_cast<uint32_t>(std::min<uint64_t>(tokens.count_max, uint64_t{k} + set_.plan->always));
+    SelectTokensItem item{.heads = heads_,
+                          .scores = scores,
+                          .stride = tokens.count_max,
+                          .tokens = tokens.tokens,
+                          .begin = set_.plan->begin,
+                          .count = tokens.count,
+                          .count_max = tokens.count_max,
+                          .k = k,
+                          .force_below = set_.plan->force_below,
+                          .force_from = set_.plan->force_from,
+                          .softmax = {.scale = config.softmax.scale, .softcap = config.softmax.softcap},
+                          .reduction = item_.plan.used.reduction == Reduction::kMaxSoftmax
+                                           ? GroupReduction::kMaxSoftmax
+                                           : GroupReduction::kSumSoftmax,
+                          .min_score = -std::numeric_limits<float>::infinity(),
+                          .chosen = memory_.Take<uint32_t>(chosen_max),
+                          .chosen_count = chosen_count,
+                          .chosen_stride = chosen_max,
+                          .workspace = workspace_};
+    if (!config.softmax.sink_logits.empty()) {
+      item.softmax.sink_logits = memory_.In(config.softmax.sink_logits.data() + set_.first_q_head, heads_);
+    }
+    return item;
+  }
+  static Tokens ChosenOf(const SelectTokensItem& select) {
+    return {.tokens = select.chosen,
+            .count = select.chosen_count,
+            .count_max = static_cast<uint32_t>(select.chosen_stride)};
+  }
+
+  void BuildSketch() {
+    const PositionPlan& plan = *set_.plan;
+    const Tokens all{.tokens = nullptr, .count = visible_, .count_max = plan.visible()};
+    float* estimates = memory_.Take<float>(size_t{heads_} * plan.visible());
+    set_.scan = {.view = view_,
+                 .query = query_,
+                 .begin = plan.begin,
+                 .end = plan.end,
+                 .estimates = estimates,
+                 .stride = plan.visible()};
+    SelectTokensItem& first = plan.survivors == 0 ? set_.select_candidates : set_.select_survivors;
+    first =
+        MakeSelect(all, estimates, plan.survivors == 0 ? plan.candidates : plan.survivors, memory_.Take<uint32_t>(1));
+    first.softmax.scale *= limits::kScanFlatness[view_.layout.first_planes - 1];
+    if (plan.survivors > 0) {
+      const Tokens survivors = ChosenOf(set_.select_survivors);
+      float* refined = memory_.Take<float>(size_t{heads_} * survivors.count_max);
+      set_.refine = {.view = view_,
+                     .query = query_,
+                     .planes = item_.plan.used.refine_planes,
+                     .tokens = survivors.tokens,
+                     .count = survivors.count,
+                     .count_max = survivors.count_max,
+                     .estimates = refined,
+                     .stride = survivors.count_max};
+      set_.select_candidates = MakeSelect(survivors, refined, plan.candidates, memory_.Take<uint32_t>(1));
+    }
+    scored_ = ChosenOf(set_.select_candidates);
+  }
+
+  void BuildCentroids() {
+    const PositionPlan& plan = *set_.plan;
+    const LayerConfig& config = layer_.config();
+    const IndexSet::Head& head = layer_.index()->live()->heads[set_.kv_head];
+    const auto centroid_count = static_cast<uint32_t>(head.centroids.size());
+    const uint32_t probes = item_.plan.used.probes;
+    // Centroids are of the whole group, whatever the set is.
+    const bool whole_group = heads_ == config.group_heads();
+    set_.selected_lists.resize(probes);
+    set_.select_lists = {
+        .query = whole_group ? query_ : Prepare(set_.kv_head * config.group_heads(), config.group_heads()),
+        .head_dim = config.head_dim,
+        .centroids = memory_.In(head.centroids.data(), centroid_count),
+        .centroid_count = centroid_count,
+        .probes = probes,
+        .selected = memory_.Out(set_.selected_lists.data(), probes)};
+    set_.merge = {.lists = memory_.In(head.lists.data(), centroid_count),
+                  .list_counts = memory_.In(head.list_counts.data(), centroid_count),
+                  .list_tokens = config.query_centroids.list_tokens,
+                  .selected = set_.select_lists.selected,
+                  .probes = probes,
+                  .begin = plan.begin,
+                  .end = plan.end,
+                  .force_below = plan.force_below,
+                  .force_from = plan.force_from,
+                  .tokens = memory_.Take<uint32_t>(plan.scored_max),
+                  .count = memory_.Out(&set_.merged, 1),
+                  .workspace = memory_.Take<std::byte>(MergeCandidatesWorkspaceBytes(plan.begin, plan.end))};
+    scored_ = {.tokens = set_.merge.tokens, .count = set_.merge.count, .count_max = plan.scored_max};
+  }
+
+  void BuildScore() {
+    if (scored_.count == nullptr) scored_ = {.tokens = nullptr, .count = visible_, .count_max = set_.plan->visible()};
+    set_.score = {.view = view_,
+                  .query = query_,
+                  .tokens = scored_.tokens,
+                  .begin = set_.plan->begin,
+                  .count = scored_.count,
+                  .count_max = scored_.count_max,
+                  .scores = memory_.Take<float>(size_t{heads_} * scored_.count_max),
+                  .stride = scored_.count_max};
+  }
+
+  void BuildSelect() {
+    const Selection& used = item_.plan.used;
+    set_.select = MakeSelect(scored_, set_.score.scores, used.k_tokens, memory_.Out(&set_.chosen, 1));
+    if (used.min_score.has_value()) set_.select.min_score = *used.min_score;
+    set_.select.min_share = used.min_share;
+    set_.select.top_p = used.top_p;
+    if (!item_.wants_scores()) return;
+    set_.select.chosen_scores = memory_.Take<float>(heads_ * set_.select.chosen_stride);
+  }
+
+  void BuildGather() {
+    const uint32_t chosen_max = set_.plan->chosen_max;
+    set_.gather = {.view = view_,
+                   .tokens = set_.select.chosen,
+                   .count = set_.select.chosen_count,
+                   .count_max = chosen_max,
+                   .row_format = item_.options().row_format};
+    if (!set_.selects()) {
+      set_.all_tokens.resize(chosen_max);
+      std::iota(set_.all_tokens.begin(), set_.all_tokens.end(), set_.plan->begin);
+      set_.gather.tokens = memory_.In(set_.all_tokens.data(), chosen_max);
+      set_.gather.count = visible_;
+    }
+    set_.gather.overflow = &set_.overflow;
+    if (memory_.shares_host_memory()) return;  // rows go straight into the answer, whose place is not known yet
+    const RowBytes row = AnswerRowBytes(layer_, item_.options());
+    set_.gather.keys = memory_.Take<std::byte>(size_t{row.key} * chosen_max);
+    set_.gather.values = memory_.Take<std::byte>(size_t{row.value} * chosen_max);
+    set_.gather.overflow = memory_.Take<uint64_t>(1);
+  }
+
+  BatchMemory& memory_;
+  RetrievalSet& set_;
+  RetrievalItem& item_;
+  Layer& layer_;
+  uint32_t heads_ = 0;
+  HeadView view_;
+  const uint32_t* visible_ = nullptr;
+  PreparedQuery query_;
+  std::byte* workspace_ = nullptr;
+  Tokens scored_;
+};
+
+}  // namespace
+
+void BuildSet(BatchMemory& memory, RetrievalSet& set) { SetBuilder(memory, set).Build(); }
+
+uint64_t BytesRead(const RetrievalSet& set) {
+  const Layer& layer = *set.item->layer;
+  const PositionPlan& plan = *set.plan;
+  const PageLayout& layout = layer.layout();
+  const uint64_t visible = plan.visible();
+  const uint64_t key_bytes = layer.key_bytes();
+  const auto planes_bytes = [&](uint64_t planes) { return planes * layout.plane_bytes + sizeof(uint16_t); };
+  switch (plan.path) {
+    case Path::kEmpty:
+      return 0;
+    case Path::kDense:
+      return set.scores() ? visible * key_bytes : 0;
+    case Path::kExact:
+      return visible * key_bytes;
+    case Path::kSketch: {
+      uint64_t bytes = visible * planes_bytes(layout.first_planes) + plan.scored_max * key_bytes;
+      if (plan.survivors > 0) {
+        const uint64_t refined = std::min<uint64_t>(visible, uint64_t{plan.survivors} + plan.always);
+        bytes += refined * planes_bytes(set.item->plan.used.refine_planes);
+      }
+      return bytes;
+    }
+    case Path::kCentroids: {
+      const IndexSet::Head& head = layer.index()->live()->heads[set.kv_head];
+      uint64_t bytes =
+          head.centroids.size() * layer.config().group_heads() * layer.config().head_dim * sizeof(uint16_t);
+      for (uint32_t list : set.selected_lists) bytes += head.list_counts[list] * sizeof(uint32_t);
+      return bytes + set.merged * key_bytes;
+    }
+  }
+  return 0;
+}
+
+}  // namespace ctkvr

@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The unit of retrieval: one KV head (or query head, under per_head) at one position, with its operations laid out in
+// scratch. Not thread-safe: belongs to one lane.
+
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/ops.h"
+#include "server/core/batch_memory.h"
+#include "server/core/layer.h"
+#include "server/core/retrieval_plan.h"
+#include "server/core/types.h"
+
+namespace ctkvr {
+
+// One task at work.
+struct RetrievalItem {
+  const Query* query = nullptr;
+  const CallContext* context = nullptr;
+  Layer* layer = nullptr;
+  QueryPlan plan;
+  Answer answer;
+  absl::Status status;
+  // Tokens and scores in the answer so far, and those that the sets of the present round add.
+  size_t filled_tokens = 0;
+  size_t filled_scores = 0;
+  size_t new_tokens = 0;
+  size_t new_scores = 0;
+
+  const AnswerOptions& options() const { return query->answer; }
+  bool wants_scores() const { return options().mode != AnswerMode::kIds; }
+  bool wants_rows() const { return options().mode == AnswerMode::kRows; }
+};
+
+// One set at work: its operations, and what they leave for the host. Stays where it is until its round is over.
+struct RetrievalSet {
+  RetrievalItem* item = nullptr;
+  const PositionPlan* plan = nullptr;
+  uint32_t position = 0;  // of the query's positions
+  uint32_t set = 0;       // of the position's sets
+  uint32_t kv_head = 0;
+  uint32_t first_q_head = 0;
+
+  std::vector<PrepareQueriesItem> prepare;
+  ScanPlanesItem scan;
+  SelectTokensItem select_survivors;
+  RefinePlanesItem refine;
+  SelectTokensItem select_candidates;
+  SelectListsItem select_lists;
+  MergeCandidatesItem merge;
+  ScoreTokensItem score;
+  SelectTokensItem select;
+  GatherRowsItem gather;
+
+  // Host side of what the device reads and writes.
+  uint32_t visible = 0;
+  uint32_t merged = 0;
+  uint32_t chosen = 0;
+  uint64_t overflow = 0;
+  std::vector<uint32_t> all_tokens;  // dense with rows
+  std::vector<uint32_t> selected_lists;
+
+  bool is(Path path) const { return plan->path == path; }
+  bool scores() const { return !is(Path::kDense) || item->wants_scores(); }
+  bool selects() const { return !is(Path::kDense); }
+};
+
+// Stages inputs, takes arrays and fills in the set's operations. What does not fit shows in memory.exhausted(); the set
+// must then stay alive until the device is done with what was staged.
+void BuildSet(BatchMemory& memory, RetrievalSet& set);
+
+// Bytes of planes, scales, keys, lists and centroids that choosing read, whole elements. REQUIRES: counts have arrived.
+uint64_t BytesRead(const RetrievalSet& set);
+
+}  // namespace ctkvr

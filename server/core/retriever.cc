@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "server/core/retriever.h"
+
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "kernels/base/status_macros.h"
+#include "server/core/context.h"
+#include "server/core/error.h"
+#include "server/core/retrieval_plan.h"
+#include "server/core/retrieval_set.h"
+
+namespace ctkvr {
+namespace {
+
+const char* RowFormatName(RowFormat format) {
+  switch (format) {
+    case RowFormat::kF32:
+      return "f32";
+    case RowFormat::kF16:
+      return "f16";
+    case RowFormat::kBF16:
+      return "bf16";
+    case RowFormat::kStorage:
+      return "storage";
+  }
+  return "?";
+}
+
+// Where bytes of a string begin, as elements of T.
+template <typename T>
+T* At(std::string& bytes, size_t element) {
+  return reinterpret_cast<T*>(bytes.data() + element * sizeof(T));
+}
+
+// Runs sets in rounds as large as scratch allows.
+class Rounds {
+ public:
+  Rounds(LaneDevice device, const Clock& clock, Stats& stats)
+      : device_(device), clock_(clock), stats_(stats), memory_(device) {}
+
+  void Add(RetrievalItem& item) {
+    for (uint32_t p = 0; p < item.plan.positions.size(); ++p) {
+      if (item.plan.positions[p].path == Path::kEmpty) continue;
+      for (uint32_t s = 0; s < item.plan.sets && item.status.ok(); ++s) AddSet(item, p, s);
+    }
+  }
+
+  // Runs the sets that wait.
+  void Flush() {
+    if (sets_.empty()) return;
+    absl::Status status = Choose();
+    if (status.ok()) {
+      DropExpired();
+      status = Answer();
+    }
+    if (!status.ok()) {
+      (void)memory_.Settle();
+      NoteDeviceError(stats_, status);
+      for (const auto& set : sets_) {
+        if (set->item->status.ok()) set->item->status = status;
+      }
+    }
+    sets_.clear();
+    memory_.ResetTo(start_);
+  }
+
+ private:
+  void AddSet(RetrievalItem& item, uint32_t position, uint32_t set_index) {
+    for (bool again : {false, true}) {
+      const BatchMemory::Mark mark = memory_.mark();
+      auto set = std::make_unique<RetrievalSet>();
+      set->item = &item;
+      set->plan = &item.plan.positions[position];
+      set->position = position;
+      set->set = set_index;
+      BuildSet(memory_, *set);
+      if (!memory_.exhausted()) {
+        sets_.push_back(std::move(set));
+        return;
+      }
+      const absl::Status error = memory_.ExhaustedError("one set of the retrieval");
+      memory_.ResetTo(mark);
+      if (again || sets_.empty()) {
+        item.status = error;
+        (void)memory_.Settle();  // copies into the set's arrays may still be under way
+        return;
+      }
+      Flush();
+      if (!item.status.ok()) return;  // failed with the sets before
+    }
+  }
+
+  // One operation for all sets that take part.
+  template <typename Operand>
+  absl::Status Operate(absl::Status (Backend::*operation)(Stream&, std::span<const Operand>),
+                       Operand RetrievalSet::*operand, bool (*takes_part)(const RetrievalSet&)) {
+    std::vector<Operand> operands;
+    for (const auto& set : sets_) {
+      if (takes_part(*set)) operands.push_back((*set).*operand);
+    }
+    if (operands.empty()) return absl::OkStatus();
+    return (device_.backend.*operation)(device_.stream, operands);
+  }
+
+  absl::Status PrepareAll() {
+    std::vector<PrepareQueriesItem> items;
+    for (const auto& set : sets_) items.insert(items.end(), set->prepare.begin(), set->prepare.end());
+    return items.empty() ? absl::OkStatus() : device_.backend.PrepareQueries(device_.stream, items);
+  }
+
+  // Up to the chosen tokens and their scores in scratch, counts on the host.
+  absl::Status Choose() {
+    using Set = RetrievalSet;
+    const auto sketches = [](const Set& set) { return set.is(Path::kSketch); };
+    const auto refines = [](const Set& set) { return set.is(Path::kSketch) && set.plan->survivors > 0; };
+    const auto probes = [](const Set& set) { return set.is(Path::kCentroids); };
+    const auto scores = [](const Set& set) { return set.scores(); };
+    const auto selects = [](const Set& set) { return set.selects(); };
+    const TimePoint start = clock_.Now();
+    CTKVR_RETURN_IF_ERROR(memory_.status());
+    CTKVR_RETURN_IF_ERROR(PrepareAll());
+    const TimePoint prepared = clock_.Now();
+    CTKVR_RETURN_IF_ERROR(Operate<ScanPlanesItem>(&Backend::ScanPlanes, &Set::scan, sketches));
+    CTKVR_RETURN_IF_ERROR(Operate<SelectTokensItem>(&Backend::SelectTokens, &Set::select_survivors, refines));
+    CTKVR_RETURN_IF_ERROR(Operate<RefinePlanesItem>(&Backend::RefinePlanes, &Set::refine, refines));
+    CTKVR_RETURN_IF_ERROR(Operate<SelectTokensItem>(&Backend::SelectTokens, &Set::select_candidates, sketches));
+    CTKVR_RETURN_IF_ERROR(Operate<SelectListsItem>(&Backend::SelectLists, &Set::select_lists, probes));
+    CTKVR_RETURN_IF_ERROR(Operate<MergeCandidatesItem>(&Backend::MergeCandidates, &Set::merge, probes));
+    const TimePoint found = clock_.Now();
+    CTKVR_RETURN_IF_ERROR(Operate<ScoreTokensItem>(&Backend::ScoreTokens, &Set::score, scores));
+    CTKVR_RETURN_IF_ERROR(Operate<SelectTokensItem>(&Backend::SelectTokens, &Set::select, selects));
+    CTKVR_RETURN_IF_ERROR(memory_.Finish());
+    Observe(Stage::kPrepare, prepared - start);
+    Observe(Stage::kCandidates, found - prepared);
+    Observe(Stage::kSelect, clock_.Now() - found);
+    return absl::OkStatus();
+  }
+
+  void Observe(Stage stage, std::chrono::nanoseconds duration) {
+    stats_.stages[static_cast<size_t>(stage)].Observe(duration);
+  }
+
+  void DropExpired() {
+    const TimePoint now = clock_.Now();
+    for (const auto& set : sets_) {
+      RetrievalItem& item = *set->item;
+      if (!item.status.ok()) continue;
+      item.status = CheckContext(*item.context, now, "gathering");
+      if (!item.status.ok()) stats_.expired_in_flight.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+
+  // Ids, scores and rows into the answers.
+  absl::Status Answer() {
+    const TimePoint start = clock_.Now();
+    MakeRoom();
+    std::vector<GatherRowsItem> gathers;
+    std::vector<std::pair<std::byte*, std::byte*>> rows;  // where each gather's keys and values end
+    for (const auto& set : sets_) {
+      if (set->item->status.ok() && set->chosen > 0) Fill(*set, gathers, rows);
+    }
+    CTKVR_RETURN_IF_ERROR(memory_.status());
+    if (!gathers.empty()) CTKVR_RETURN_IF_ERROR(device_.backend.GatherRows(device_.stream, gathers));
+    if (!memory_.shares_host_memory()) CopyRows(gathers, rows);
+    CTKVR_RETURN_IF_ERROR(memory_.Finish());
+    for (const auto& set : sets_) Conclude(*set);
+    Observe(Stage::kGather, clock_.Now() - start);
+    return absl::OkStatus();
+  }
+
+  // Answers must not move while copies into them are under way, so they grow once a round.
+  void MakeRoom() {
+    for (const auto& set : sets_) {
+      RetrievalItem& item = *set->item;
+      if (!item.status.ok()) continue;
+      if (!set->selects()) set->chosen = set->plan->visible();
+      item.answer.counts[size_t{set->position} * item.plan.sets + set->set] = set->chosen;
+      item.new_tokens += set->chosen;
+      item.new_scores += size_t{set->chosen} * item.plan.set_heads;
+    }
+    for (const auto& set : sets_) {
+      RetrievalItem& item = *set->item;
+      const RowBytes row = AnswerRowBytes(*item.layer, item.options());
+      const size_t tokens = item.filled_tokens + item.new_tokens;
+      item.answer.ids.resize(tokens * sizeof(uint32_t));
+      if (item.wants_scores()) item.answer.scores.resize((item.filled_scores + item.new_scores) * sizeof(float));
+      if (item.wants_rows()) item.answer.keys.resize(tokens * row.key);
+      if (item.wants_rows()) item.answer.values.resize(tokens * row.value);
+    }
+  }
+
+  void Fill(RetrievalSet& set, std::vector<GatherRowsItem>& gathers,
+            std::vector<std::pair<std::byte*, std::byte*>>& rows) {
+    RetrievalItem& item = *set.item;
+    struct Answer& answer = item.answer;
+    const uint32_t count = set.chosen;
+    const uint32_t heads = item.plan.set_heads;
+    auto* ids = At<uint32_t>(answer.ids, item.filled_tokens);
+    if (set.selects()) {
+      memory_.CopyOut(ids, set.select.chosen, count);
+    } else {
+      std::iota(ids, ids + count, set.plan->begin);
+    }
+    if (item.wants_scores()) {
+      const float* from = set.selects() ? set.select.chosen_scores : set.score.scores;
+      const size_t stride = set.selects() ? set.select.chosen_stride : set.score.stride;
+      for (uint32_t r = 0; r < heads; ++r) {
+        memory_.CopyOut(At<float>(answer.scores, item.filled_scores + size_t{r} * count), from + r * stride, count);
+      }
+    }
+    if (item.wants_rows()) {
+      const RowBytes row = AnswerRowBytes(*item.layer, item.options());
+      rows.emplace_back(At<std::byte>(answer.keys, item.filled_tokens * row.key),
+                        At<std::byte>(answer.values, item.filled_tokens * row.value));
+      GatherRowsItem& gather = gathers.emplace_back(set.gather);
+      gather.count_max = count;
+      if (memory_.shares_host_memory()) gather.keys = rows.back().first;
+      if (memory_.shares_host_memory()) gather.values = rows.back().second;
+    }
+    item.filled_tokens += count;
+    item.filled_scores += size_t{count} * heads;
+  }
+
+  void CopyRows(const std::vector<GatherRowsItem>& gathers,
+                const std::vector<std::pair<std::byte*, std::byte*>>& rows) {
+    size_t next = 0;
+    for (const auto& set : sets_) {
+      const RetrievalItem& item = *set->item;
+      if (!item.status.ok() || set->chosen == 0 || !item.wants_rows()) continue;
+      const RowBytes row = AnswerRowBytes(*item.layer, item.options());
+      memory_.CopyOut(rows[next].first, gathers[next].keys, size_t{row.key} * set->chosen);
+      memory_.CopyOut(rows[next].second, gathers[next].values, size_t{row.value} * set->chosen);
+      memory_.CopyOut(&set->overflow, gathers[next].overflow, 1);
+      ++next;
+    }
+  }
+
+  void Conclude(const RetrievalSet& set) {
+    RetrievalItem& item = *set.item;
+    item.new_tokens = item.new_scores = 0;
+    if (!item.status.ok()) return;
+    item.answer.bytes_read += BytesRead(set);
+    if (set.overflow == 0) return;
+    item.status = MakeError(absl::StatusCode::kFailedPrecondition,
+                            absl::StrCat("row_format is ", RowFormatName(item.options().row_format), "; ", set.overflow,
+                                         " elements of the chosen rows do not fit it"),
+                            kReasonRowOverflow);
+  }
+
+  const LaneDevice device_;
+  const Clock& clock_;
+  Stats& stats_;
+  BatchMemory memory_;
+  const BatchMemory::Mark start_ = memory_.mark();
+  std::vector<std::unique_ptr<RetrievalSet>> sets_;
+};
+
+absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
+  Session& session = *task.session;
+  CTKVR_RETURN_IF_ERROR(session.CheckHealthy());
+  CTKVR_ASSIGN_OR_RETURN(item.layer, session.FindLayer(task.query->layer));
+  item.query = task.query;
+  item.context = task.context;
+  CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query));
+  item.answer.counts.assign(item.plan.positions.size() * item.plan.sets, 0);
+  return absl::OkStatus();
+}
+
+void Conclude(const RetrievalTask& task, RetrievalItem& item, Stats& stats) {
+  if (!item.status.ok()) {
+    *task.result = item.status;
+    return;
+  }
+  const Layer& layer = *item.layer;
+  Answer& answer = item.answer;
+  const AnswerOptions& options = item.options();
+  answer.epoch = task.session->epoch();
+  answer.row_format = options.row_format;
+  answer.code_generation = layer.code_generation();
+  // A client that has none is told even of generation 0.
+  const bool knows = options.known_code_generation != 0 && options.known_code_generation == layer.code_generation();
+  if (item.wants_rows() && options.row_format == RowFormat::kStorage && !knows) {
+    answer.codec = layer.Codec(task.session->config().rotation_seed);
+  }
+  answer.source = PathSource(item.plan.positions.back().path);
+  answer.length = layer.length();
+  answer.indexed_length = layer.index() == nullptr ? 0 : layer.index()->indexed_length();
+  answer.always_tokens = item.plan.positions.back().always;
+  for (const PositionPlan& position : item.plan.positions) {
+    stats.retrievals[static_cast<size_t>(PathSource(position.path))].fetch_add(1, std::memory_order_relaxed);
+  }
+  stats.chosen_tokens.fetch_add(item.filled_tokens, std::memory_order_relaxed);
+  stats.bytes_read.fetch_add(answer.bytes_read, std::memory_order_relaxed);
+  stats.row_bytes.fetch_add(answer.keys.size() + answer.values.size(), std::memory_order_relaxed);
+  task.session->CountRetrievals(item.plan.positions.size());
+  answer.used = std::move(item.plan.used);
+  *task.result = std::move(answer);
+}
+
+}  // namespace
+
+void RunRetrievals(LaneDevice device, const Clock& clock, Stats& stats, std::span<const RetrievalTask> tasks) {
+  std::deque<RetrievalItem> items;  // sets point at them
+  std::vector<const RetrievalTask*> begun;
+  Rounds rounds(device, clock, stats);
+  for (const RetrievalTask& task : tasks) {
+    RetrievalItem& item = items.emplace_back();
+    item.status = Begin(task, item);
+    begun.push_back(&task);
+    if (item.status.ok()) rounds.Add(item);
+  }
+  rounds.Flush();
+  for (size_t i = 0; i < begun.size(); ++i) Conclude(*begun[i], items[i], stats);
+}
+
+}  // namespace ctkvr

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Retrievals of one batch, for several sessions at once. The only place that knows the order of the operations:
+//
+//   prepare ─▶ scan planes ─▶ select ─▶ refine ─▶ select ─┐
+//           ─▶ select lists ─▶ merge ────────────────────┼─▶ score ─▶ select ─▶ wait ─▶ ids, scores, gather ─▶ wait
+//           ─▶ (every visible token) ────────────────────┘
+//
+// The unit of work is a set: one KV head (or query head under per_head) at one position. Sets share operations as far
+// as the lane's scratch reaches; the rest follow in further rounds. Nothing of a session is changed.
+// Thread-safe: no state; the device is its lane's.
+
+#pragma once
+
+#include <span>
+
+#include "absl/status/statusor.h"
+#include "server/core/batch_memory.h"
+#include "server/core/clock.h"
+#include "server/core/session.h"
+#include "server/core/stats.h"
+#include "server/core/types.h"
+
+namespace ctkvr {
+
+struct RetrievalTask {
+  Session* session = nullptr;
+  const Query* query = nullptr;
+  const CallContext* context = nullptr;
+  absl::StatusOr<Answer>* result = nullptr;  // out
+};
+
+// Errors as Cache.Retrieve in the proto, and the backend's. REQUIRES: elements were checked (elements.h).
+void RunRetrievals(LaneDevice device, const Clock& clock, Stats& stats, std::span<const RetrievalTask> tasks);
+
+}  // namespace ctkvr

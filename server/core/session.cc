@@ -1,0 +1,317 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "server/core/session.h"
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "kernels/base/status_macros.h"
+#include "kernels/rotation.h"
+#include "server/core/error.h"
+#include "server/core/limits.h"
+
+namespace ctkvr {
+namespace {
+
+struct SessionPlan {
+  MemoryPlan memory;
+  std::vector<LayerRequests> layers;  // [layers]
+  std::map<uint32_t, size_t> signs;   // head_dim -> request
+};
+
+SessionPlan PlanSession(const SessionConfig& config) {
+  SessionPlan plan;
+  std::set<IndexShape> spares;
+  for (const LayerConfig& layer : config.layers) {
+    LayerRequests& requests = plan.layers.emplace_back();
+    if (layer.absent) continue;
+    const bool spare =
+        layer.query_centroids.centroids > 0 && spares.insert(MakeIndexShape(layer, config.token_limit)).second;
+    requests = PlanLayer(layer, config, spare, plan.memory);
+    if (KeysAreCoded(layer.format) && !plan.signs.contains(layer.head_dim)) {
+      const size_t bytes = sizeof(float) * RotationRounds(layer.head_dim) * layer.head_dim;
+      plan.signs[layer.head_dim] = plan.memory.Add(bytes, 1);
+    }
+  }
+  return plan;
+}
+
+Reservation* At(std::vector<Reservation>& reservations, size_t request) {
+  return request == MemoryPlan::kNone ? nullptr : &reservations[request];
+}
+
+}  // namespace
+
+uint64_t Session::PlannedBytes(const SessionConfig& config) { return PlanSession(config).memory.bytes(); }
+
+absl::StatusOr<std::unique_ptr<Session>> Session::Create(SessionSpec spec, Arena& arena, LaneDevice device) {
+  SessionPlan plan = PlanSession(spec.config);
+  absl::StatusOr<std::vector<Reservation>> reservations = arena.Reserve(plan.memory.requests());
+  if (!reservations.ok()) {
+    return MakeError(absl::StatusCode::kResourceExhausted, std::string(reservations.status().message()),
+                     kReasonArenaFull);
+  }
+  std::unique_ptr<Session> session(new Session(std::move(spec)));
+  session->reservations_ = *std::move(reservations);
+  const SessionConfig& config = session->config();
+  std::map<uint32_t, const float*> signs_on_device;
+  std::vector<std::vector<float>> signs_on_host;
+  absl::Status status;
+  for (const auto& [head_dim, request] : plan.signs) {
+    const std::vector<float>& signs = signs_on_host.emplace_back(RotationSigns(head_dim, config.rotation_seed));
+    Block& block = session->sign_blocks_.emplace_back(session->reservations_[request].Take());
+    signs_on_device[head_dim] = reinterpret_cast<const float*>(block.data());
+    if (status.ok()) status = device.backend.CopyIn(device.stream, block.data(), std::as_bytes(std::span(signs)));
+  }
+  // Also after an error: the device must be done with the blocks before they are given back.
+  const absl::Status synchronized = device.backend.Synchronize(device.stream);
+  if (status.ok()) status = synchronized;
+  CTKVR_RETURN_IF_ERROR(status);
+  std::vector<const float*> signs;
+  for (const LayerConfig& layer : config.layers) {
+    signs.push_back(layer.absent || !KeysAreCoded(layer.format) ? nullptr : signs_on_device[layer.head_dim]);
+  }
+  session->MakeLayers(plan.layers, signs);
+  return session;
+}
+
+void Session::MakeLayers(const std::vector<LayerRequests>& requests, const std::vector<const float*>& signs) {
+  for (size_t i = 0; i < requests.size(); ++i) {
+    const LayerRequests& request = requests[i];
+    std::unique_ptr<Layer>& layer = layers_.emplace_back();
+    if (config().layers[i].absent) continue;
+    layer = std::make_unique<Layer>(config().layers[i], config(),
+                                    Layer::Memory{.pages = At(reservations_, request.pages),
+                                                  .raw_pages = At(reservations_, request.raw_pages),
+                                                  .mean = At(reservations_, request.mean),
+                                                  .index = {.centroids = At(reservations_, request.index.centroids),
+                                                            .lists = At(reservations_, request.index.lists),
+                                                            .norms = At(reservations_, request.index.norms)},
+                                                  .signs = signs[i]});
+  }
+  maintenance_.resize(requests.size());
+}
+
+absl::Status Session::Check(const SessionRef& ref) const {
+  if (ref.epoch != 0 && ref.epoch != spec_.epoch) {
+    return MakeError(absl::StatusCode::kFailedPrecondition,
+                     absl::StrCat("epoch is ", ref.epoch, "; session \"", spec_.id, "\" has epoch ", spec_.epoch),
+                     kReasonEpochMismatch, {{"epoch", absl::StrCat(spec_.epoch)}});
+  }
+  if (!ref.fingerprint.empty() && ref.fingerprint != spec_.config.fingerprint) {
+    return MakeError(absl::StatusCode::kFailedPrecondition,
+                     absl::StrCat("fingerprint differs from that of session \"", spec_.id, "\""),
+                     kReasonFingerprintMismatch);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Session::CheckHealthy() const {
+  if (!failed_) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kFailedPrecondition,
+                   absl::StrCat("session \"", spec_.id, "\" failed: a device error left its state unknown; close it"),
+                   kReasonSessionFailed);
+}
+
+absl::StatusOr<Layer*> Session::FindLayer(uint32_t layer) {
+  if (layer >= layers_.size()) {
+    return absl::OutOfRangeError(absl::StrCat("layer is ", layer, "; the session has ", layers_.size(), " layers"));
+  }
+  if (layers_[layer] == nullptr)
+    return absl::OutOfRangeError(absl::StrCat("layer is ", layer, "; that layer is absent"));
+  return layers_[layer].get();
+}
+
+absl::StatusOr<TruncateResult> Session::Truncate(LaneDevice device, uint32_t length) {
+  std::vector<uint32_t> lengths;
+  bool all_reach = true;
+  for (const auto& layer : layers_) {
+    lengths.push_back(layer == nullptr ? 0 : layer->length());
+    all_reach = all_reach && (layer == nullptr || layer->length() >= length);
+  }
+  if (!all_reach) {
+    return MakeError(absl::StatusCode::kFailedPrecondition,
+                     absl::StrCat("length is ", length, "; the layers hold ", absl::StrJoin(lengths, ", "), " tokens"),
+                     kReasonShorterLayer);
+  }
+  std::vector<QueryIndex::ListCounts> counts(layers_.size());
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    if (layers_[i] == nullptr || layers_[i]->index() == nullptr) continue;
+    CTKVR_ASSIGN_OR_RETURN(counts[i], layers_[i]->index()->PlanTruncate(device, length));
+  }
+  TruncateResult result{.epoch = spec_.epoch, .removed_tokens = {}};
+  for (size_t i = 0; i < layers_.size(); ++i) {
+    result.removed_tokens.push_back(layers_[i] == nullptr ? 0 : lengths[i] - length);
+    if (result.removed_tokens.back() == 0) continue;
+    if (layers_[i]->index() != nullptr) layers_[i]->index()->Truncate(length, counts[i]);
+    layers_[i]->Commit(length);
+    maintenance_[i].wanted_length = std::min(maintenance_[i].wanted_length, length);
+    maintenance_[i].failed_length = 0;
+    if (build_ != nullptr && build_->layer == i) build_.reset();
+  }
+  return result;
+}
+
+absl::Status Session::RequestMaintenance(const std::vector<uint32_t>& layers) {
+  for (uint32_t layer : layers) CTKVR_RETURN_IF_ERROR(FindLayer(layer).status());
+  for (uint32_t i = 0; i < layers_.size(); ++i) {
+    const bool named = layers.empty() || std::find(layers.begin(), layers.end(), i) != layers.end();
+    if (!named || layers_[i] == nullptr) continue;
+    maintenance_[i].wanted_length = layers_[i]->length();
+    // Nothing to do now must not become something to do when queries come.
+    if (!LayerDue(i)) maintenance_[i].wanted_length = 0;
+  }
+  return absl::OkStatus();
+}
+
+bool Session::MaintenancePending(const std::vector<uint32_t>& layers) const {
+  for (uint32_t i = 0; i < layers_.size(); ++i) {
+    const bool named = layers.empty() || std::find(layers.begin(), layers.end(), i) != layers.end();
+    if (named && maintenance_[i].wanted_length > 0 && LayerDue(i)) return true;
+  }
+  return false;
+}
+
+// Where a build of the layer would end: what was asked for, or, of its own accord, short of the positions that a
+// client may still query as drafts, because a query may not lie before the indexed length.
+uint32_t Session::BuildEnd(uint32_t layer) const {
+  const uint32_t length = layers_[layer]->length();
+  if (maintenance_[layer].wanted_length > layers_[layer]->index()->indexed_length()) return length;
+  return length - std::min(length, limits::kQueryPositionsMax);
+}
+
+bool Session::LayerDue(uint32_t layer) const {
+  const Layer* const held = layers_[layer].get();
+  if (held == nullptr || held->index() == nullptr || held->index()->ring_count() == 0) return false;
+  const QueryIndex& index = *held->index();
+  const uint32_t sinks = held->config().selection.sink_tokens;
+  if (maintenance_[layer].wanted_length > std::max(index.indexed_length(), sinks)) return true;
+  if (config().maintenance == Maintenance::kManual || held->length() <= maintenance_[layer].failed_length) return false;
+  if (held->length() <= sinks + limits::kQueryPositionsMax) return false;
+  if (index.live() == nullptr) return held->length() >= held->config().selection.dense_below_tokens;
+  return held->length() - index.indexed_length() >= limits::kTailTokens;
+}
+
+bool Session::MaintenanceDue() const {
+  if (failed_) return false;
+  if (build_ != nullptr) return true;
+  for (uint32_t i = 0; i < layers_.size(); ++i) {
+    if (LayerDue(i)) return true;
+  }
+  return false;
+}
+
+absl::Status Session::MaintenanceStep(LaneDevice device) {
+  uint32_t layer = 0;
+  absl::Status status;
+  if (build_ != nullptr) {
+    layer = build_->layer;
+    status = ContinueBuild(device);
+  } else {
+    while (layer < layers_.size() && !LayerDue(layer)) ++layer;
+    if (layer == layers_.size()) return absl::OkStatus();
+    status = StartBuild(device, layer);
+  }
+  if (!status.ok()) {
+    build_.reset();
+    maintenance_[layer].wanted_length = 0;
+    maintenance_[layer].failed_length = layers_[layer]->length();
+  }
+  return status;
+}
+
+absl::Status Session::StartBuild(LaneDevice device, uint32_t layer) {
+  const QueryIndex& index = *layers_[layer]->index();
+  auto build = std::make_unique<Build>();
+  build->layer = layer;
+  CTKVR_ASSIGN_OR_RETURN(build->set,
+                         index.StartSet(device, layers_[layer]->config().selection.sink_tokens, BuildEnd(layer)));
+  build_ = std::move(build);
+  return absl::OkStatus();
+}
+
+absl::Status Session::ContinueBuild(LaneDevice device) {
+  Layer& layer = *layers_[build_->layer];
+  const uint32_t centroids = build_->set->centroid_count();
+  const QueryIndex::ListRange range{.kv_head = build_->kv_head,
+                                    .first = build_->centroid,
+                                    .count = std::min(limits::kMaintenanceCentroids, centroids - build_->centroid)};
+  CTKVR_RETURN_IF_ERROR(QueryIndex::BuildLists(device, layer.config(), layer.View(range.kv_head), *build_->set, range));
+  build_->centroid += range.count;
+  if (build_->centroid < centroids) return absl::OkStatus();
+  build_->centroid = 0;
+  if (++build_->kv_head < layer.config().kv_heads) return absl::OkStatus();
+  // All heads at once: a half-built set is never searched.
+  layer.index()->Publish(std::move(build_->set));
+  MaintenanceState& state = maintenance_[build_->layer];
+  if (layer.index()->indexed_length() >= state.wanted_length) state.wanted_length = 0;
+  state.failed_length = 0;
+  build_.reset();
+  return absl::OkStatus();
+}
+
+std::vector<uint32_t> Session::IndexedLengths() const {
+  std::vector<uint32_t> lengths;
+  for (const auto& layer : layers_) {
+    lengths.push_back(layer == nullptr || layer->index() == nullptr ? 0 : layer->index()->indexed_length());
+  }
+  return lengths;
+}
+
+MemoryInfo Session::Memory() const {
+  MemoryInfo memory;
+  for (const Reservation& reservation : reservations_) memory.reserved_bytes += reservation.bytes();
+  for (const Block& block : sign_blocks_) memory.state_bytes += block.bytes();
+  for (const auto& layer : layers_) {
+    if (layer != nullptr) layer->AddTo(memory);
+  }
+  if (build_ != nullptr) memory.index_bytes += build_->set->held_bytes();
+  return memory;
+}
+
+uint64_t Session::tokens_held() const {
+  uint64_t tokens = 0;
+  for (const auto& layer : layers_) tokens += layer == nullptr ? 0 : layer->length();
+  return tokens;
+}
+
+SessionInfo Session::Info() const {
+  SessionInfo info{.id = spec_.id,
+                   .epoch = spec_.epoch,
+                   .config = spec_.config,
+                   .layers = {},
+                   .memory = Memory(),
+                   .lease_remaining_seconds = 0,
+                   .appended_tokens = appended_tokens_,
+                   .retrievals = retrievals_};
+  for (const auto& layer : layers_) {
+    LayerInfo& layer_info = info.layers.emplace_back();
+    if (layer == nullptr) continue;
+    layer_info.length = layer->length();
+    layer_info.codec = layer->Codec(spec_.config.rotation_seed);
+    if (layer->index() == nullptr) continue;
+    layer_info.indexed_length = layer->index()->indexed_length();
+    layer_info.query_centroids = layer->index()->centroid_count();
+  }
+  return info;
+}
+
+SessionSummary Session::Summary() const {
+  const MemoryInfo memory = Memory();
+  SessionSummary summary{.id = spec_.id,
+                         .epoch = spec_.epoch,
+                         .held_bytes = memory.held_bytes(),
+                         .reserved_bytes = memory.reserved_bytes,
+                         .length_max = 0,
+                         .token_limit = spec_.config.token_limit,
+                         .lease_remaining_seconds = 0};
+  for (const auto& layer : layers_) {
+    if (layer != nullptr) summary.length_max = std::max(summary.length_max, layer->length());
+  }
+  return summary;
+}
+
+}  // namespace ctkvr

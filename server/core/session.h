@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// One conversation: its layers, the memory admitted for it, and the index build under way. A session is healthy until
+// a device error whose outcome nobody can know; then every call but Get and Close is refused.
+//
+// Not thread-safe: belongs to one lane.
+
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "kernels/arena.h"
+#include "server/core/batch_memory.h"
+#include "server/core/layer.h"
+#include "server/core/types.h"
+
+namespace ctkvr {
+
+// What OpenSession asks for, numbers drawn: config.rotation_seed is not 0.
+struct SessionSpec {
+  std::string id;
+  uint64_t epoch = 0;
+  SessionConfig config;
+};
+
+class Session {
+ public:
+  // Bytes that Create will reserve. REQUIRES: a valid config, as below.
+  static uint64_t PlannedBytes(const SessionConfig& config);
+  // RESOURCE_EXHAUSTED (ARENA_FULL); the backend's errors. Nothing stays taken then.
+  static absl::StatusOr<std::unique_ptr<Session>> Create(SessionSpec spec, Arena& arena, LaneDevice device);
+
+  // FAILED_PRECONDITION: epoch, fingerprint.
+  absl::Status Check(const SessionRef& ref) const;
+  // FAILED_PRECONDITION (SESSION_FAILED) once Fail was called.
+  absl::Status CheckHealthy() const;
+  void Fail() { failed_ = true; }
+  bool failed() const { return failed_; }
+
+  const std::string& id() const { return spec_.id; }
+  uint64_t epoch() const { return spec_.epoch; }
+  const SessionConfig& config() const { return spec_.config; }
+  // OUT_OF_RANGE: no such layer, or an absent one.
+  absl::StatusOr<Layer*> FindLayer(uint32_t layer);
+
+  // FAILED_PRECONDITION (SHORTER_LAYER) listing lengths. Nothing is changed on an error.
+  absl::StatusOr<TruncateResult> Truncate(LaneDevice device, uint32_t length);
+
+  // ---- Maintenance ----
+  // Takes these layers in up to their present lengths, whatever the thresholds. `layers` empty: all.
+  absl::Status RequestMaintenance(const std::vector<uint32_t>& layers);
+  // Whether what was requested of these layers is still to be done.
+  bool MaintenancePending(const std::vector<uint32_t>& layers) const;
+  // Whether a step would do anything.
+  bool MaintenanceDue() const;
+  // One bounded step. After an error the build is dropped and not tried again until the layer grows or it is requested.
+  absl::Status MaintenanceStep(LaneDevice device);
+  std::vector<uint32_t> IndexedLengths() const;
+
+  void CountAppended(uint64_t tokens) { appended_tokens_ += tokens; }
+  void CountRetrievals(uint64_t positions) { retrievals_ += positions; }
+
+  SessionInfo Info() const;        // lease_remaining_seconds left 0
+  SessionSummary Summary() const;  // the same
+  MemoryInfo Memory() const;
+  uint64_t tokens_held() const;  // (layer, token)
+
+ private:
+  struct Build {
+    uint32_t layer = 0;
+    std::unique_ptr<IndexSet> set;
+    uint32_t kv_head = 0;
+    uint32_t centroid = 0;
+  };
+  struct MaintenanceState {
+    uint32_t wanted_length = 0;  // 0: nothing requested
+    uint32_t failed_length = 0;  // the layer's length when a build failed; 0: none has
+  };
+  explicit Session(SessionSpec spec) : spec_(std::move(spec)) {}
+  void MakeLayers(const std::vector<LayerRequests>& requests, const std::vector<const float*>& signs);
+  bool LayerDue(uint32_t layer) const;
+  uint32_t BuildEnd(uint32_t layer) const;
+  absl::Status StartBuild(LaneDevice device, uint32_t layer);
+  absl::Status ContinueBuild(LaneDevice device);
+
+  const SessionSpec spec_;
+  bool failed_ = false;
+  // Reservations before what takes blocks from them: destroyed last.
+  std::vector<Reservation> reservations_;
+  std::vector<Block> sign_blocks_;
+  std::vector<std::unique_ptr<Layer>> layers_;  // null where absent
+  std::vector<MaintenanceState> maintenance_;   // [layers]
+  std::unique_ptr<Build> build_;
+  uint64_t appended_tokens_ = 0;
+  uint64_t retrievals_ = 0;
+};
+
+}  // namespace ctkvr

@@ -1,0 +1,112 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What a session is: geometry, formats and selection of its layers, fully resolved, and the checks of all of it. The
+// comments of proto/ctkvr/v1/session.proto define every field that has the same name there. Thread-safe: values.
+
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "kernels/base/dtype.h"
+#include "kernels/formats.h"
+
+namespace ctkvr {
+
+enum class Source : uint8_t { kDense, kExact, kSketch, kQueryCentroids };
+inline constexpr size_t kSourceCount = 4;
+const char* SourceName(Source source);  // "sketch"
+
+enum class Reduction : uint8_t { kSumSoftmax, kMaxSoftmax, kPerHead };
+
+// Every setting of a selection. The defaults are the server's.
+struct Selection {
+  Source source = Source::kSketch;
+  uint32_t k_tokens = 256;
+  float top_p = 1;
+  float min_share = 0;
+  std::optional<float> min_score;
+  Reduction reduction = Reduction::kSumSoftmax;
+  uint32_t sink_tokens = 4;
+  uint32_t window_tokens = 64;
+  uint32_t dense_below_tokens = 2048;
+  float keep_share = 0.2f;
+  uint32_t refine_planes = 4;
+  uint32_t candidate_tokens = 512;
+  uint32_t probes = 4;
+  std::string centroid_set;
+
+  bool operator==(const Selection&) const = default;
+};
+
+// What a request or a layer changes of it.
+struct SelectionOverride {
+  std::optional<Source> source;
+  std::optional<uint32_t> k_tokens;
+  std::optional<float> top_p;
+  std::optional<float> min_share;
+  std::optional<float> min_score;
+  std::optional<Reduction> reduction;
+  std::optional<uint32_t> sink_tokens;
+  std::optional<uint32_t> window_tokens;
+  std::optional<uint32_t> dense_below_tokens;
+  std::optional<float> keep_share;
+  std::optional<uint32_t> refine_planes;
+  std::optional<uint32_t> candidate_tokens;
+  std::optional<uint32_t> probes;
+  std::optional<std::string> centroid_set;
+};
+
+struct SoftmaxConfig {
+  float scale = 0;                 // resolved: 1 / sqrt(head_dim) when the client gave none
+  float softcap = 0;               // 0: none
+  std::vector<float> sink_logits;  // [q_heads] or empty
+};
+
+struct QueryCentroidConfig {
+  uint32_t centroids = 0;  // 0: none
+  uint32_t list_tokens = 0;
+  std::string name;
+};
+
+// One layer, fully resolved.
+struct LayerConfig {
+  bool absent = false;
+  bool dense = false;
+  uint32_t q_heads = 0;
+  uint32_t kv_heads = 0;
+  uint32_t head_dim = 0;
+  uint32_t value_dim = 0;
+  Format format = Format::kK8V4;
+  Selection selection;
+  SoftmaxConfig softmax;
+  QueryCentroidConfig query_centroids;
+
+  uint32_t group_heads() const { return q_heads / kv_heads; }
+};
+
+enum class Maintenance : uint8_t { kAuto, kManual };
+
+struct SessionConfig {
+  std::vector<LayerConfig> layers;
+  DType dtype = DType::kF16;  // of the tensors that calls carry
+  uint32_t first_planes = 2;
+  uint32_t token_limit = 0;
+  std::chrono::seconds lease{600};
+  Maintenance maintenance = Maintenance::kAuto;
+  std::string fingerprint;
+  uint64_t rotation_seed = 0;  // 0: drawn by the engine
+};
+
+// INVALID_ARGUMENT (field, value, limit) unless every number is within limits.h and the settings go together.
+// `layer` names the layer in messages.
+absl::Status ValidateSelection(const Selection& selection, const LayerConfig& layer, uint32_t first_planes);
+absl::Status ValidateSessionConfig(const SessionConfig& config);
+Selection Resolve(const Selection& base, const SelectionOverride& override);
+
+}  // namespace ctkvr

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// What the engine takes and gives: plain values, no protobuf. The proto's comments (proto/ctkvr/v1) define the meaning
+// of every field that has the same name there. Requests view the caller's bytes: those must stay valid until the
+// callback has run. Thread-safe: values.
+
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "absl/functional/any_invocable.h"
+#include "absl/status/statusor.h"
+#include "kernels/base/dtype.h"
+#include "kernels/formats.h"
+#include "kernels/ops.h"
+#include "server/core/clock.h"
+#include "server/core/session_config.h"
+
+namespace ctkvr {
+
+// ---- Requests ----------------------------------------------------------------------------------------------------
+
+// When a call stops being worth doing. Looked at before work starts and before rows are gathered.
+struct CallContext {
+  TimePoint deadline = TimePoint::max();
+  std::function<bool()> cancelled;  // thread-safe; empty: never
+};
+
+struct SessionRef {
+  std::string id;
+  uint64_t epoch = 0;       // 0: not compared
+  std::string fingerprint;  // empty: not compared
+};
+
+// Arrays of dtype SessionConfig.dtype, shapes as in the proto; sizes are checked by the engine against the session.
+struct Chunk {
+  uint32_t layer = 0;
+  uint32_t first_position = 0;
+  uint32_t tokens = 0;
+  uint32_t query_positions = 0;  // 0: no queries
+  DType dtype = DType::kF16;
+  // What the caller believes; refused when the layer differs.
+  uint32_t kv_heads = 0;
+  uint32_t head_dim = 0;
+  uint32_t value_dim = 0;
+  uint32_t q_heads = 0;                // looked at when there are queries
+  std::span<const std::byte> keys;     // [tokens, kv_heads, head_dim]
+  std::span<const std::byte> values;   // [tokens, kv_heads, value_dim]
+  std::span<const std::byte> queries;  // [query_positions, q_heads, head_dim]
+};
+
+struct AppendResult {
+  uint64_t epoch = 0;
+  uint32_t length = 0;
+  bool repeated = false;
+};
+
+enum class AnswerMode : uint8_t { kIds, kScores, kRows };
+
+struct AnswerOptions {
+  AnswerMode mode = AnswerMode::kScores;
+  RowFormat row_format = RowFormat::kF16;
+  uint32_t known_code_generation = 0;
+};
+
+struct Query {
+  uint32_t layer = 0;
+  uint32_t position = 0;
+  uint32_t positions = 0;
+  DType dtype = DType::kF16;
+  uint32_t q_heads = 0;
+  uint32_t head_dim = 0;
+  std::span<const std::byte> queries;  // [positions, q_heads, head_dim]
+  SelectionOverride selection;
+  std::optional<uint32_t> local_begin;
+  uint32_t local_sinks = 0;
+  AnswerOptions answer;
+};
+
+struct RowCodec {
+  Format format = Format::kF32;
+  uint32_t code_generation = 0;
+  uint64_t rotation_seed = 0;
+  std::vector<float> key_mean;  // [kv_heads, head_dim], empty while code_generation is 0
+  uint32_t key_row_bytes = 0;
+  uint32_t value_row_bytes = 0;
+};
+
+// Bytes are std::string so that they move into a protobuf bytes field without a copy.
+struct Answer {
+  uint64_t epoch = 0;
+  std::vector<uint32_t> counts;  // [P, G]
+  std::string ids;
+  std::string scores;
+  std::string keys;
+  std::string values;
+  RowFormat row_format = RowFormat::kF16;
+  std::optional<RowCodec> codec;
+  uint32_t code_generation = 0;
+  Selection used;
+  Source source = Source::kDense;
+  uint32_t length = 0;
+  uint32_t indexed_length = 0;
+  uint64_t bytes_read = 0;
+  uint32_t always_tokens = 0;
+};
+
+// Append, retrieve, or append then retrieve: one item of a Decode message, and the whole of the unary calls.
+struct StepRequest {
+  SessionRef session;
+  std::optional<Chunk> chunk;
+  std::optional<Query> query;
+};
+
+struct StepResult {
+  absl::StatusOr<AppendResult> append;  // meaningless without a chunk
+  absl::StatusOr<Answer> answer;        // meaningless without a query; the append's error when that failed
+};
+
+struct MemoryInfo {
+  uint64_t reserved_bytes = 0;
+  uint64_t page_bytes = 0;
+  uint64_t raw_bytes = 0;
+  uint64_t index_bytes = 0;
+  uint64_t state_bytes = 0;
+  uint64_t held_bytes() const { return page_bytes + raw_bytes + index_bytes + state_bytes; }
+};
+
+struct LayerInfo {
+  uint32_t length = 0;
+  uint32_t indexed_length = 0;
+  uint32_t query_centroids = 0;
+  RowCodec codec;
+};
+
+struct SessionInfo {
+  std::string id;
+  uint64_t epoch = 0;
+  SessionConfig config;
+  std::vector<LayerInfo> layers;
+  MemoryInfo memory;
+  uint32_t lease_remaining_seconds = 0;
+  uint64_t appended_tokens = 0;
+  uint64_t retrievals = 0;
+};
+
+struct SessionSummary {
+  std::string id;
+  uint64_t epoch = 0;
+  uint64_t held_bytes = 0;
+  uint64_t reserved_bytes = 0;
+  uint32_t length_max = 0;
+  uint32_t token_limit = 0;
+  uint32_t lease_remaining_seconds = 0;
+};
+
+struct CloseResult {
+  uint64_t epoch = 0;
+  uint64_t freed_bytes = 0;
+};
+
+struct TruncateResult {
+  uint64_t epoch = 0;
+  std::vector<uint32_t> removed_tokens;  // [layers]
+};
+
+struct LeaseResult {
+  uint64_t epoch = 0;
+  uint32_t lease_remaining_seconds = 0;
+};
+
+struct MaintainResult {
+  uint64_t epoch = 0;
+  std::vector<uint32_t> indexed_length;  // [layers]
+};
+
+template <typename T>
+using Callback = absl::AnyInvocable<void(absl::StatusOr<T>)>;
+
+}  // namespace ctkvr

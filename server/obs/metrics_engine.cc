@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <limits>
+#include <utility>
+
+#include "prometheus/metric_family.h"
+#include "server/obs/metrics.h"
+
+namespace ctkvr::obs {
+namespace {
+
+using prometheus::ClientMetric;
+using prometheus::MetricFamily;
+using prometheus::MetricType;
+
+// Collects families; each call adds one, or a metric to the last one.
+class Page {
+ public:
+  void Counter(const char* name, const char* help, uint64_t value) {
+    Open(name, help, MetricType::Counter);
+    CounterSeries({}, value);
+  }
+  void Gauge(const char* name, const char* help, double value) {
+    Open(name, help, MetricType::Gauge);
+    families_.back().metric.emplace_back().gauge.value = value;
+  }
+  void Open(const char* name, const char* help, MetricType type) { families_.push_back({name, help, type, {}}); }
+  void CounterSeries(std::vector<ClientMetric::Label> labels, uint64_t value) {
+    ClientMetric& metric = families_.back().metric.emplace_back();
+    metric.label = std::move(labels);
+    metric.counter.value = static_cast<double>(value);
+  }
+  void HistogramSeries(std::vector<ClientMetric::Label> labels, const DurationHistogram::Snapshot& snapshot) {
+    ClientMetric& metric = families_.back().metric.emplace_back();
+    metric.label = std::move(labels);
+    uint64_t cumulative = 0;
+    for (size_t i = 0; i < snapshot.counts.size(); ++i) {
+      cumulative += snapshot.counts[i];
+      const double bound = i < kDurationBuckets.size() ? kDurationBuckets[i] : std::numeric_limits<double>::infinity();
+      metric.histogram.bucket.push_back({cumulative, bound});
+    }
+    // Taken from the same reading as the buckets, so that the page never contradicts itself.
+    metric.histogram.sample_count = cumulative;
+    metric.histogram.sample_sum = snapshot.sum_seconds;
+  }
+  MetricFamily& last() { return families_.back(); }
+  std::vector<MetricFamily> Take() { return std::move(families_); }
+
+ private:
+  std::vector<MetricFamily> families_;
+};
+
+void AddSessions(const Stats& stats, Page& page) {
+  page.Gauge("ctkvr_sessions", "Sessions open now.", static_cast<double>(stats.sessions.load()));
+  page.Counter("ctkvr_sessions_opened_total", "Sessions opened.", stats.sessions_opened);
+  page.Open("ctkvr_sessions_ended_total", "Sessions ended, by how.", MetricType::Counter);
+  for (size_t i = 0; i < kSessionEndCount; ++i) {
+    page.CounterSeries({{"end", SessionEndName(static_cast<SessionEnd>(i))}}, stats.sessions_ended[i]);
+  }
+  page.Counter("ctkvr_sessions_failed_total", "Sessions failed by a device error.", stats.sessions_failed);
+}
+
+void AddDevice(const Stats& stats, Page& page) {
+  page.Counter("ctkvr_device_errors_total", "Calls of the backend that failed.", stats.device_errors);
+  page.Gauge("ctkvr_device_lost", "1 once the device is lost, which is for good.", stats.device_lost ? 1 : 0);
+}
+
+void AddWork(const Stats& stats, Page& page) {
+  page.Gauge("ctkvr_held_tokens", "Tokens held, summed over layers.", static_cast<double>(stats.tokens_held.load()));
+  page.Counter("ctkvr_appended_tokens_total", "Tokens appended, summed over layers.", stats.appended_tokens);
+  page.Counter("ctkvr_repeated_appends_total", "Appends acknowledged as repeats.", stats.repeated_appends);
+  page.Counter("ctkvr_appended_bytes_total", "Bytes of keys, values and queries appended.", stats.append_bytes);
+  page.Open("ctkvr_retrievals_total", "Query positions answered, summed over layers, by source.", MetricType::Counter);
+  for (size_t i = 0; i < kSourceCount; ++i) {
+    page.CounterSeries({{"source", SourceName(static_cast<Source>(i))}}, stats.retrievals[i]);
+  }
+  page.Counter("ctkvr_chosen_tokens_total", "Tokens chosen, summed over sets.", stats.chosen_tokens);
+  page.Counter("ctkvr_scanned_bytes_total", "Bytes of keys, scales and lists read to choose.", stats.bytes_read);
+  page.Counter("ctkvr_row_bytes_total", "Bytes of key and value rows answered.", stats.row_bytes);
+  page.Counter("ctkvr_batches_total", "Batches that lanes ran.", stats.batches);
+  page.Counter("ctkvr_batch_items_total", "Steps in those batches.", stats.batch_items);
+  page.Counter("ctkvr_maintenance_steps_total", "Steps of index maintenance.", stats.maintenance_steps);
+  page.Open("ctkvr_stage_seconds", "Time of a batch's stages.", MetricType::Histogram);
+  for (size_t i = 0; i < kStageCount; ++i) {
+    page.HistogramSeries({{"stage", StageName(static_cast<Stage>(i))}}, stats.stages[i].Read());
+  }
+}
+
+void AddQueue(const Stats& stats, const ServerFacts& facts, Page& page) {
+  page.Gauge("ctkvr_queue_items", "Calls waiting for a lane.", static_cast<double>(stats.queued_items.load()));
+  page.Gauge("ctkvr_queue_items_max", "Calls that may wait, all lanes.", static_cast<double>(facts.queue_items_max));
+  page.Counter("ctkvr_queue_rejections_total", "Calls refused because a queue was full.", stats.queue_rejections);
+  page.Open("ctkvr_expired_calls_total", "Calls dropped for deadline or cancellation: before work, or before rows.",
+            MetricType::Counter);
+  page.CounterSeries({{"point", "queue"}}, stats.expired_in_queue);
+  page.CounterSeries({{"point", "flight"}}, stats.expired_in_flight);
+}
+
+void AddServer(const ServerSample& sample, const ServerFacts& facts, double start_time_seconds, Page& page) {
+  page.Gauge("ctkvr_arena_bytes", "Memory for sessions.", static_cast<double>(sample.arena_bytes));
+  page.Gauge("ctkvr_arena_free_bytes", "Of it, can be admitted now.", static_cast<double>(sample.arena_free_bytes));
+  page.Gauge("ctkvr_arena_reserved_bytes", "Of it, admitted.", static_cast<double>(sample.arena_reserved_bytes));
+  page.Gauge("ctkvr_arena_held_bytes", "Of it, taken for tokens.", static_cast<double>(sample.arena_held_bytes));
+  page.Gauge("ctkvr_sessions_max", "Sessions that may be open.", static_cast<double>(facts.sessions_max));
+  page.Gauge("ctkvr_lanes", "Threads that own sessions.", facts.lanes);
+  page.Gauge("ctkvr_draining", "1 while the server refuses to open sessions because it ends.", sample.draining ? 1 : 0);
+  page.Gauge("ctkvr_start_time_seconds", "When the server started, seconds since 1970.", start_time_seconds);
+  page.Gauge("ctkvr_build_info", "1; the labels say what runs.", 1);
+  page.last().metric.back().label = {{"version", facts.version}, {"backend", facts.backend}, {"device", facts.device}};
+}
+
+}  // namespace
+
+EngineCollector::EngineCollector(const Stats& stats, std::function<ServerSample()> sample, ServerFacts facts)
+    : stats_(stats),
+      sample_(std::move(sample)),
+      facts_(std::move(facts)),
+      start_time_seconds_(std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count()) {}
+
+std::vector<prometheus::MetricFamily> EngineCollector::Collect() const {
+  Page page;
+  AddSessions(stats_, page);
+  AddDevice(stats_, page);
+  AddWork(stats_, page);
+  AddQueue(stats_, facts_, page);
+  AddServer(sample_(), facts_, start_time_seconds_, page);
+  return page.Take();
+}
+
+}  // namespace ctkvr::obs

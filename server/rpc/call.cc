@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "server/rpc/call.h"
+
+#include "server/rpc/status.h"
+
+namespace ctkvr::rpc {
+namespace {
+
+// gRPC counts deadlines on the system's clock, the engine on a steady one.
+TimePoint EngineDeadline(const grpc::CallbackServerContext& context, const Clock& clock) {
+  const auto deadline = context.deadline();
+  if (deadline == std::chrono::system_clock::time_point::max()) return TimePoint::max();
+  const TimePoint now = clock.Now();
+  const auto left = deadline - std::chrono::system_clock::now();
+  return left > TimePoint::max() - now ? TimePoint::max() : now + left;
+}
+
+// Faults that an operator must see, whoever called.
+bool IsServerFault(absl::StatusCode code) {
+  return code == absl::StatusCode::kInternal || code == absl::StatusCode::kUnknown;
+}
+
+}  // namespace
+
+void CallCounter::Enter() {
+  std::lock_guard lock(mutex_);
+  ++calls_;
+}
+
+void CallCounter::Leave() {
+  std::lock_guard lock(mutex_);
+  if (--calls_ == 0) idle_.notify_all();
+}
+
+bool CallCounter::WaitIdle(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return idle_.wait_for(lock, timeout, [this] { return calls_ == 0; });
+}
+
+Call::Call(obs::Method method, grpc::CallbackServerContext& context, const Edge& edge, CallCounter& counter)
+    : method_(method),
+      edge_(edge),
+      counter_(counter),
+      deadline_(EngineDeadline(context, edge.clock)),
+      peer_(context.peer()) {
+  counter_.Enter();
+  edge_.metrics.CallStarted(method_);
+}
+
+Call::~Call() {
+  const auto duration = std::chrono::steady_clock::now() - start_;
+  const int code = static_cast<int>(status_.code());
+  edge_.metrics.CallDone(method_, code, duration);
+  edge_.metrics.Bytes(method_, received_bytes_, sent_bytes_);
+  edge_.log.Access({.method = obs::MethodName(method_),
+                    .code = obs::CodeName(code),
+                    .server_fault = IsServerFault(status_.code()),
+                    .message = CapMessage(std::string(status_.message().data(), status_.message().size())),
+                    .session_id = std::move(session_id_),
+                    .layer = layer_,
+                    .items = items_,
+                    .duration = duration,
+                    .bytes_in = received_bytes_,
+                    .bytes_out = sent_bytes_,
+                    .peer = peer_});
+  counter_.Leave();  // last: what it lends may go once the counter is idle
+}
+
+CallContext Call::Context() const {
+  return {.deadline = deadline_, .cancelled = [this] { return cancelled(); }};
+}
+
+void Call::OnCancel() {
+  if (!cancelled_.exchange(true)) edge_.metrics.CallCancelled(method_);
+}
+
+grpc::Status Call::End(const absl::Status& status) {
+  status_ = status;
+  return ToGrpcStatus(status);
+}
+
+}  // namespace ctkvr::rpc

@@ -1,0 +1,385 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <bit>
+#include <utility>
+
+#include "server/core/error.h"
+#include "server/core/limits.h"
+#include "server/rpc/codec.h"
+#include "server/rpc/status.h"
+
+namespace ctkvr::rpc {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the wire is little-endian, and arrays are sent as they lie");
+
+v1::GroupReduction EncodeReduction(Reduction reduction) {
+  switch (reduction) {
+    case Reduction::kSumSoftmax:
+      return v1::GROUP_REDUCTION_SUM_SOFTMAX;
+    case Reduction::kMaxSoftmax:
+      return v1::GROUP_REDUCTION_MAX_SOFTMAX;
+    case Reduction::kPerHead:
+      return v1::GROUP_REDUCTION_PER_HEAD;
+  }
+  return v1::GROUP_REDUCTION_UNSPECIFIED;
+}
+
+void EncodeQueryCentroids(const QueryCentroidConfig& config, v1::QueryCentroidOptions* message) {
+  message->set_centroids(config.centroids);
+  message->set_list_tokens(config.list_tokens);
+  message->set_placement(v1::QueryCentroidOptions::PLACEMENT_LAST);
+  message->set_name(config.name);
+}
+
+bool SameSoftmax(const SoftmaxConfig& a, const SoftmaxConfig& b) {
+  return a.scale == b.scale && a.softcap == b.softcap && a.sink_logits == b.sink_logits;
+}
+
+bool SameCentroids(const QueryCentroidConfig& a, const QueryCentroidConfig& b) {
+  return a.centroids == b.centroids && a.list_tokens == b.list_tokens && a.name == b.name;
+}
+
+bool SameLayer(const LayerConfig& a, const LayerConfig& b) {
+  return a.absent == b.absent && a.dense == b.dense && a.q_heads == b.q_heads && a.kv_heads == b.kv_heads &&
+         a.head_dim == b.head_dim && a.value_dim == b.value_dim && a.format == b.format && a.selection == b.selection &&
+         SameSoftmax(a.softmax, b.softmax) && SameCentroids(a.query_centroids, b.query_centroids);
+}
+
+// What all layers have in common, as far as an override can say the rest: an override can set a softcap, sink logits
+// or a lowest score, but it cannot take one away.
+LayerConfig CommonLayer(const std::vector<LayerConfig>& layers) {
+  LayerConfig common = layers.front();
+  common.absent = false;
+  common.dense = false;
+  for (const LayerConfig& layer : layers) {
+    if (layer.softmax.softcap == 0) common.softmax.softcap = 0;
+    if (layer.softmax.sink_logits.empty()) common.softmax.sink_logits.clear();
+    if (!layer.selection.min_score.has_value()) common.selection.min_score.reset();
+  }
+  return common;
+}
+
+void EncodeOverride(uint32_t index, const LayerConfig& layer, v1::LayerOverride* message) {
+  message->add_layers(index);
+  message->set_absent(layer.absent);
+  message->set_dense(layer.dense);
+  message->set_q_heads(layer.q_heads);
+  message->set_kv_heads(layer.kv_heads);
+  message->set_head_dim(layer.head_dim);
+  message->set_value_dim(layer.value_dim);
+  message->set_format(EncodeFormat(layer.format));
+  EncodeSelection(layer.selection, message->mutable_selection());
+  EncodeSoftmax(layer.softmax, message->mutable_softmax());
+  EncodeQueryCentroids(layer.query_centroids, message->add_query_centroids());
+}
+
+// Whether an answer may still join a reply of `used` bytes; adds its bytes when it may.
+bool Fits(const absl::StatusOr<Answer>& answer, uint64_t* used) {
+  if (!answer.ok()) return true;
+  const uint64_t bytes = AnswerBytes(*answer);
+  if (bytes > limits::kReplyBytesMax - *used) return false;
+  *used += bytes;
+  return true;
+}
+
+void EncodeLimits(const EngineOptions& options, v1::ServerLimits* message) {
+  message->set_message_bytes_max(limits::kMessageBytesMax);
+  message->set_sessions_max(options.sessions_max);
+  message->set_layers_max(limits::kLayersMax);
+  message->set_q_heads_max(limits::kQHeadsMax);
+  message->set_kv_heads_max(limits::kKvHeadsMax);
+  message->set_group_heads_max(limits::kGroupHeadsMax);
+  message->set_head_dim_min(limits::kHeadDimMin);
+  message->set_head_dim_max(limits::kHeadDimMax);
+  message->set_head_dim_multiple(limits::kHeadDimMultiple);
+  message->set_token_limit_max(limits::kTokenLimitMax);
+  message->set_k_tokens_max(limits::kTokensMax);
+  message->set_candidate_tokens_max(limits::kCandidateTokensMax);
+  message->set_query_positions_max(limits::kQueryPositionsMax);
+  message->set_items_max(limits::kItemsMax);
+  message->set_centroids_max(limits::kCentroidsMax);
+  message->set_list_tokens_max(limits::kListTokensMax);
+  message->set_lease_seconds_min(limits::kLeaseSecondsMin);
+  message->set_lease_seconds_max(limits::kLeaseSecondsMax);
+  message->set_lease_seconds_default(limits::kLeaseSecondsDefault);
+  message->set_queue_items_max(options.queue_items_max);
+  message->set_magnitude_max(limits::kMagnitudeMax);
+  message->set_append_tokens_max(limits::kAppendTokensMax);
+  message->set_reply_bytes_max(limits::kReplyBytesMax);
+}
+
+absl::Status ReplyFull() {
+  return absl::ResourceExhaustedError("the answers of this request take more than " +
+                                      std::to_string(limits::kReplyBytesMax) +
+                                      " bytes, the limit of a reply; ask for fewer items, positions, tokens or rows");
+}
+
+}  // namespace
+
+v1::Format EncodeFormat(Format format) {
+  switch (format) {
+    case Format::kF32:
+      return v1::FORMAT_F32;
+    case Format::kF16:
+      return v1::FORMAT_F16;
+    case Format::kBF16:
+      return v1::FORMAT_BF16;
+    case Format::kK8V8:
+      return v1::FORMAT_K8V8;
+    case Format::kK8V4:
+      return v1::FORMAT_K8V4;
+    case Format::kK6V4:
+      return v1::FORMAT_K6V4;
+  }
+  return v1::FORMAT_UNSPECIFIED;
+}
+
+v1::Source EncodeSource(Source source) {
+  switch (source) {
+    case Source::kDense:
+      return v1::SOURCE_DENSE;
+    case Source::kExact:
+      return v1::SOURCE_EXACT;
+    case Source::kSketch:
+      return v1::SOURCE_SKETCH;
+    case Source::kQueryCentroids:
+      return v1::SOURCE_QUERY_CENTROIDS;
+  }
+  return v1::SOURCE_UNSPECIFIED;
+}
+
+v1::DType EncodeDType(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return v1::DTYPE_F32;
+    case DType::kF16:
+      return v1::DTYPE_F16;
+    case DType::kBF16:
+      return v1::DTYPE_BF16;
+  }
+  return v1::DTYPE_UNSPECIFIED;
+}
+
+v1::RowFormat EncodeRowFormat(RowFormat format) {
+  switch (format) {
+    case RowFormat::kF32:
+      return v1::ROW_FORMAT_F32;
+    case RowFormat::kF16:
+      return v1::ROW_FORMAT_F16;
+    case RowFormat::kBF16:
+      return v1::ROW_FORMAT_BF16;
+    case RowFormat::kStorage:
+      return v1::ROW_FORMAT_STORAGE;
+  }
+  return v1::ROW_FORMAT_UNSPECIFIED;
+}
+
+void EncodeSelection(const Selection& selection, v1::Selection* message) {
+  message->set_source(EncodeSource(selection.source));
+  message->set_k_tokens(selection.k_tokens);
+  message->set_top_p(selection.top_p);
+  message->set_min_share(selection.min_share);
+  if (selection.min_score.has_value()) message->set_min_score(*selection.min_score);
+  message->set_reduction(EncodeReduction(selection.reduction));
+  message->set_sink_tokens(selection.sink_tokens);
+  message->set_window_tokens(selection.window_tokens);
+  message->set_dense_below_tokens(selection.dense_below_tokens);
+  message->set_keep_share(selection.keep_share);
+  message->set_refine_planes(selection.refine_planes);
+  message->set_candidate_tokens(selection.candidate_tokens);
+  message->set_probes(selection.probes);
+  message->set_centroid_set(selection.centroid_set);
+}
+
+void EncodeSoftmax(const SoftmaxConfig& softmax, v1::SoftmaxOptions* message) {
+  message->set_softmax_scale(softmax.scale);
+  if (softmax.softcap != 0) message->set_logit_softcap(softmax.softcap);
+  message->mutable_sink_logits()->Assign(softmax.sink_logits.begin(), softmax.sink_logits.end());
+}
+
+void EncodeSessionOptions(const SessionConfig& config, v1::SessionOptions* options) {
+  const LayerConfig common = CommonLayer(config.layers);
+  v1::Geometry* geometry = options->mutable_geometry();
+  geometry->set_layers(static_cast<uint32_t>(config.layers.size()));
+  geometry->set_q_heads(common.q_heads);
+  geometry->set_kv_heads(common.kv_heads);
+  geometry->set_head_dim(common.head_dim);
+  geometry->set_value_dim(common.value_dim);
+  geometry->set_dtype(EncodeDType(config.dtype));
+  options->set_format(EncodeFormat(common.format));
+  EncodeSelection(common.selection, options->mutable_selection());
+  EncodeSoftmax(common.softmax, options->mutable_softmax());
+  EncodeQueryCentroids(common.query_centroids, options->add_query_centroids());
+  for (uint32_t i = 0; i < config.layers.size(); ++i) {
+    if (!SameLayer(config.layers[i], common)) EncodeOverride(i, config.layers[i], options->add_layer_overrides());
+  }
+  options->set_first_planes(config.first_planes);
+  options->set_token_limit(config.token_limit);
+  options->set_lease_seconds(static_cast<uint32_t>(config.lease.count()));
+  options->set_maintenance(config.maintenance == Maintenance::kAuto ? v1::MAINTENANCE_AUTO : v1::MAINTENANCE_MANUAL);
+  options->set_fingerprint(config.fingerprint);
+  options->set_rotation_seed(config.rotation_seed);
+  options->set_value_tier(v1::VALUE_TIER_DEVICE);
+  options->set_admission(v1::ADMISSION_AT_OPEN);
+}
+
+void EncodeHeader(uint64_t boot_id, uint64_t epoch, v1::ReplyHeader* header) {
+  header->set_boot_id(boot_id);
+  header->set_session_epoch(epoch);
+}
+
+void EncodeRowCodec(const RowCodec& codec, uint32_t head_dim, v1::RowCodec* message) {
+  message->set_format(EncodeFormat(codec.format));
+  message->set_code_generation(codec.code_generation);
+  message->set_rotation_seed(codec.rotation_seed);
+  message->set_key_row_bytes(codec.key_row_bytes);
+  message->set_value_row_bytes(codec.value_row_bytes);
+  if (codec.key_mean.empty()) return;
+  v1::Tensor* mean = message->mutable_key_mean();
+  mean->set_dtype(v1::DTYPE_F32);
+  mean->add_dims(static_cast<uint32_t>(codec.key_mean.size() / head_dim));
+  mean->add_dims(head_dim);
+  mean->mutable_data()->assign(reinterpret_cast<const char*>(codec.key_mean.data()),
+                               codec.key_mean.size() * sizeof(float));
+}
+
+void EncodeSessionInfo(const SessionInfo& info, v1::SessionInfo* message) {
+  message->set_session_id(info.id);
+  message->set_epoch(info.epoch);
+  EncodeSessionOptions(info.config, message->mutable_options());
+  uint64_t row_pairs = 0;  // tokens held, times KV heads
+  uint64_t f32_bytes = 0;  // of the same keys and values
+  for (uint32_t i = 0; i < info.layers.size(); ++i) {
+    const LayerConfig& config = info.config.layers[i];
+    const LayerInfo& layer = info.layers[i];
+    v1::LayerInfo* out = message->add_layers();
+    out->set_layer(i);
+    out->set_length(layer.length);
+    out->set_indexed_length(layer.indexed_length);
+    out->set_query_centroids(layer.query_centroids);
+    out->set_absent(config.absent);
+    if (config.absent) continue;
+    EncodeRowCodec(layer.codec, config.head_dim, out->mutable_codec());
+    EncodeSelection(config.selection, out->mutable_selection());
+    EncodeSoftmax(config.softmax, out->mutable_softmax());
+    const uint64_t pairs = uint64_t{layer.length} * config.kv_heads;
+    row_pairs += pairs;
+    f32_bytes += pairs * (config.head_dim + config.value_dim) * sizeof(float);
+  }
+  v1::SessionMemory* memory = message->mutable_memory();
+  memory->set_reserved_bytes(info.memory.reserved_bytes);
+  memory->set_held_bytes(info.memory.held_bytes());
+  memory->set_page_bytes(info.memory.page_bytes);
+  memory->set_raw_bytes(info.memory.raw_bytes);
+  memory->set_index_bytes(info.memory.index_bytes);
+  memory->set_state_bytes(info.memory.state_bytes);
+  if (row_pairs != 0) {
+    memory->set_bytes_per_token_head(static_cast<double>(info.memory.page_bytes) / static_cast<double>(row_pairs));
+    memory->set_share_of_f32(static_cast<double>(info.memory.held_bytes()) / static_cast<double>(f32_bytes));
+  }
+  message->set_lease_remaining_seconds(info.lease_remaining_seconds);
+  message->set_appended_tokens(info.appended_tokens);
+  message->set_retrievals(info.retrievals);
+}
+
+uint64_t AnswerBytes(const Answer& answer) {
+  constexpr uint64_t kCountBytesMax = 5;  // a 32-bit varint
+  return answer.ids.size() + answer.scores.size() + answer.keys.size() + answer.values.size() +
+         answer.counts.size() * kCountBytesMax + (answer.codec ? answer.codec->key_mean.size() * sizeof(float) : 0);
+}
+
+void EncodeAnswer(Answer answer, uint32_t head_dim, v1::Answer* message) {
+  message->mutable_counts()->Assign(answer.counts.begin(), answer.counts.end());
+  message->set_ids(std::move(answer.ids));
+  message->set_scores(std::move(answer.scores));
+  message->set_keys(std::move(answer.keys));
+  message->set_values(std::move(answer.values));
+  message->set_row_format(EncodeRowFormat(answer.row_format));
+  if (answer.codec.has_value()) EncodeRowCodec(*answer.codec, head_dim, message->mutable_codec());
+  message->set_code_generation(answer.code_generation);
+  EncodeSelection(answer.used, message->mutable_used());
+  message->set_source(EncodeSource(answer.source));
+  message->set_length(answer.length);
+  message->set_indexed_length(answer.indexed_length);
+  message->set_bytes_read(answer.bytes_read);
+  message->set_always_tokens(answer.always_tokens);
+}
+
+absl::Status EncodeRetrieve(const v1::RetrieveRequest& request, const RetrieveSteps& steps,
+                            std::vector<StepResult> results, v1::RetrieveReply* reply) {
+  for (const absl::Status& status : steps.statuses) EncodeItemStatus(status, reply->add_items()->mutable_status());
+  uint64_t used = 0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    const int index = static_cast<int>(steps.items[i]);
+    v1::RetrieveReplyItem* item = reply->mutable_items(index);
+    absl::StatusOr<Answer>& answer = results[i].answer;
+    if (!Fits(answer, &used)) answer = ReplyFull();
+    if (!answer.ok() && request.items_size() == 1) return answer.status();
+    EncodeItemStatus(answer.status(), item->mutable_status());
+    if (!answer.ok()) continue;
+    item->set_session_epoch(answer->epoch);
+    EncodeAnswer(*std::move(answer), request.items(index).query().queries().dims(2), item->mutable_answer());
+  }
+  return absl::OkStatus();
+}
+
+void EncodeDecode(const v1::DecodeRequest& request, std::vector<StepResult> results, v1::DecodeReply* reply) {
+  reply->set_sequence(request.sequence());
+  uint64_t used = 0;
+  for (size_t i = 0; i < results.size(); ++i) {
+    const v1::DecodeItem& asked = request.items(static_cast<int>(i));
+    v1::DecodeReplyItem* item = reply->add_items();
+    absl::StatusOr<AppendResult>& append = results[i].append;
+    absl::StatusOr<Answer>& answer = results[i].answer;
+    if (asked.has_chunk()) {
+      EncodeItemStatus(append.status(), item->mutable_append_status());
+      if (!append.ok()) {
+        EncodeItemStatus(append.status(), item->mutable_status());
+        continue;
+      }
+      item->set_length(append->length);
+      item->set_repeated(append->repeated);
+      item->set_session_epoch(append->epoch);
+    }
+    if (!asked.has_query()) continue;
+    if (!Fits(answer, &used)) answer = ReplyFull();
+    EncodeItemStatus(answer.status(), item->mutable_status());
+    if (!answer.ok()) continue;
+    item->set_length(answer->length);
+    item->set_session_epoch(answer->epoch);
+    EncodeAnswer(*std::move(answer), asked.query().queries().dims(2), item->mutable_answer());
+  }
+}
+
+void EncodeListPage(const std::vector<SessionSummary>& summaries, uint32_t page_size, v1::ListSessionsReply* reply) {
+  for (const SessionSummary& summary : summaries) {
+    v1::ListSessionsReply::Entry* entry = reply->add_sessions();
+    entry->set_session_id(summary.id);
+    entry->set_epoch(summary.epoch);
+    entry->set_held_bytes(summary.held_bytes);
+    entry->set_reserved_bytes(summary.reserved_bytes);
+    entry->set_length_max(summary.length_max);
+    entry->set_token_limit(summary.token_limit);
+    entry->set_lease_remaining_seconds(summary.lease_remaining_seconds);
+  }
+  if (summaries.size() == page_size) reply->set_next_page_token(summaries.back().id);
+}
+
+void EncodeServerInfo(const Engine& engine, const std::string& version, v1::GetServerInfoReply* reply) {
+  EncodeHeader(engine.boot_id(), 0, reply->mutable_header());
+  reply->set_version(version);
+  BackendInfo backend = engine.backend_info();
+  reply->set_backend(std::move(backend.name));
+  reply->set_device(std::move(backend.device));
+  EncodeLimits(engine.options(), reply->mutable_limits());
+  for (Format format : kAllFormats) reply->add_formats(EncodeFormat(format));
+  for (size_t i = 0; i < kSourceCount; ++i) reply->add_sources(EncodeSource(static_cast<Source>(i)));
+  const EngineMemory memory = engine.memory();
+  reply->set_lanes(engine.options().lanes);
+  reply->set_arena_bytes(memory.arena_bytes);
+  reply->set_arena_free_bytes(memory.arena_free_bytes);
+  reply->set_draining(engine.draining());
+}
+
+}  // namespace ctkvr::rpc

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "server/rpc/grpc_server.h"
+
+#include <atomic>
+
+#include "grpc/support/log.h"
+#include "grpcpp/ext/proto_server_reflection_plugin.h"
+#include "grpcpp/health_check_service_interface.h"
+#include "server/core/limits.h"
+
+namespace ctkvr::rpc {
+namespace {
+
+// What protobuf adds around the bytes that kReplyBytesMax counts.
+constexpr int kReplyFramingBytes = 1 << 20;
+
+std::atomic<obs::Log*> grpc_log{nullptr};
+
+void WriteGrpcLog(gpr_log_func_args* args) {
+  obs::Log* log = grpc_log.load();
+  if (log == nullptr) return;
+  const auto level = args->severity == GPR_LOG_SEVERITY_ERROR  ? obs::LogLevel::kError
+                     : args->severity == GPR_LOG_SEVERITY_INFO ? obs::LogLevel::kInfo
+                                                               : obs::LogLevel::kDebug;
+  log->Write(level, "grpc", {{"file", std::string(args->file)}, {"message", std::string(args->message)}});
+}
+
+std::string BoundAddress(const std::string& address, int port) {
+  if (address.starts_with("unix:")) return address;
+  return address.substr(0, address.rfind(':')) + ":" + std::to_string(port);
+}
+
+void SetConnectionArguments(grpc::ServerBuilder& builder) {
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kClientPingIntervalMinMs);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kServerPingIntervalMs);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kServerPingTimeoutMs);
+  // Else a second server on the same port starts without a word and takes half of the connections.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+}
+
+}  // namespace
+
+void RouteGrpcLog(obs::Log* log) {
+  grpc_log.store(log);
+  gpr_set_log_function(WriteGrpcLog);
+}
+
+absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOptions& options, const Edge& edge) {
+  std::unique_ptr<GrpcServer> self(new GrpcServer(edge, options.version));
+  grpc::EnableDefaultHealthCheckService(true);
+  grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(options.address, grpc::InsecureServerCredentials(), &port);
+  builder.RegisterService(&self->service_);
+  builder.SetMaxReceiveMessageSize(static_cast<int>(limits::kMessageBytesMax));
+  builder.SetMaxSendMessageSize(static_cast<int>(limits::kReplyBytesMax) + kReplyFramingBytes);
+  SetConnectionArguments(builder);
+  self->server_ = builder.BuildAndStart();
+  if (self->server_ == nullptr || port == 0) {
+    return absl::UnavailableError(
+        "listen_address is " + options.address +
+        "; cannot listen there: the port may be in use, or the address is not this machine's");
+  }
+  self->address_ = BoundAddress(options.address, port);
+  self->server_->GetHealthCheckService()->SetServingStatus(kHealthServiceName, true);
+  return self;
+}
+
+GrpcServer::~GrpcServer() {
+  if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now());
+}
+
+bool GrpcServer::Drain(std::chrono::milliseconds timeout) {
+  server_->GetHealthCheckService()->Shutdown();  // NOT_SERVING, for good
+  edge_.engine.StartDraining();
+  const bool idle = service_.Drain(timeout);
+  // Nothing of ours runs any more, or its time is over: what is left is cancelled at once.
+  server_->Shutdown(std::chrono::system_clock::now());
+  return idle;
+}
+
+}  // namespace ctkvr::rpc

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// The listening server: the cache service, health (grpc.health.v1) and reflection on one address, and the way it stops.
+// Thread-safe.
+
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "grpcpp/grpcpp.h"
+#include "server/rpc/cache_service.h"
+
+namespace ctkvr::rpc {
+
+// The name that health checks ask for, beside "" for the whole server.
+inline constexpr char kHealthServiceName[] = "ctkvr.v1.Cache";
+
+// Connections, milliseconds.
+//
+// Workers sit idle between prompts, and load balancers and NATs on the way forget idle connections within minutes, so
+// clients may ping every 10 s, also without a call; the server counts pings that come faster than the first number as
+// abuse and ends the connection, so that number leaves room for jitter.
+inline constexpr int kClientPingIntervalMinMs = 5'000;
+// The server pings a silent connection in its turn, so that streams of vanished workers are freed.
+inline constexpr int kServerPingIntervalMs = 30'000;
+inline constexpr int kServerPingTimeoutMs = 10'000;
+
+struct GrpcServerOptions {
+  std::string address;  // "host:port", port 0: a free one; "[::1]:port"; "unix:/path"
+  std::string version;  // told by GetServerInfo
+};
+
+class GrpcServer {
+ public:
+  // Serves once it returns. All that `edge` names must outlive the server. UNAVAILABLE: cannot listen there.
+  static absl::StatusOr<std::unique_ptr<GrpcServer>> Start(const GrpcServerOptions& options, const Edge& edge);
+  ~GrpcServer();  // cuts off what still runs
+
+  // As given, with the port that was taken.
+  const std::string& address() const { return address_; }
+
+  // Health turns NOT_SERVING and opens are refused at once, Decode streams end between two messages, calls that run may
+  // finish within `timeout`; then the server stops and what still runs is cancelled. Returns whether all calls
+  // finished. The engine must run until this returns.
+  bool Drain(std::chrono::milliseconds timeout);
+
+ private:
+  GrpcServer(const Edge& edge, const std::string& version) : edge_(edge), service_(edge, version) {}
+
+  const Edge edge_;
+  CacheService service_;
+  std::string address_;
+  std::unique_ptr<grpc::Server> server_;  // last: its threads call the service
+};
+
+// Sends gRPC's own messages (errors by default) to `log` instead of stderr; null: drops them. Process-wide.
+// REQUIRES: `log` outlives every use of gRPC, or is replaced before it ends.
+void RouteGrpcLog(obs::Log* log);
+
+}  // namespace ctkvr::rpc

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Proves the whole way, from a trace through the client, gRPC and a real server to the table: source `exact` equals
+// brute force over the stored keys in every format and reduction, and the repository's trace keeps its needles.
+#include "client/cli/replay.h"
+
+#include <random>
+
+#include "tests/testing/random_kv.h"
+#include "tests/testing/status_matchers.h"
+#include "tests/testing/test_server.h"
+
+namespace ctkvr::cli {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::IsOk;
+using testing::StatusIs;
+
+Trace RandomTrace(uint32_t kv_heads, uint32_t group_heads, uint32_t head_dim, uint32_t value_dim, uint32_t tokens) {
+  auto random = testing::MakeRandom(head_dim * 1000 + group_heads);
+  std::normal_distribution<float> normal;
+  Trace trace{.name = "random",
+              .q_heads = kv_heads * group_heads,
+              .kv_heads = kv_heads,
+              .head_dim = head_dim,
+              .value_dim = value_dim,
+              .tokens = tokens,
+              .prompt_tokens = tokens - 12,
+              .query_first_position = tokens - 40,
+              .scale = 0.2f,
+              .queries = {},
+              .keys = {},
+              .values = {}};
+  trace.queries.resize(40 * size_t{trace.q_heads} * head_dim);
+  trace.keys.resize(size_t{tokens} * kv_heads * head_dim);
+  trace.values.resize(size_t{tokens} * kv_heads * value_dim);
+  for (auto* array : {&trace.queries, &trace.keys, &trace.values}) {
+    for (uint16_t& x : *array) x = client::FloatToHalf(normal(random));
+  }
+  return trace;
+}
+
+class ReplayTest : public ::testing::Test {
+ protected:
+  ReplayTest() : progress_(stderr, false) {
+    auto client = client::Client::Connect({.address = server_.address()});
+    EXPECT_THAT(client, IsOk());
+    client_ = *std::move(client);
+  }
+  absl::StatusOr<ReplayResult> Run(const Trace& trace, const ReplayFlags& flags) {
+    return Replay(*client_, trace, flags, &progress_);
+  }
+
+  testing::TestServer server_;
+  std::unique_ptr<client::Client> client_;
+  Progress progress_;
+};
+
+TEST_F(ReplayTest, ExactIsBruteForceInEveryFormatAndReduction) {
+  SCOPED_TRACE(testing::TestSeed());
+  for (const char* format : {"f32", "f16", "bf16", "k8v8", "k8v4", "k6v4"}) {
+    for (const char* reduction : {"sum_softmax", "max_softmax", "per_head"}) {
+      SCOPED_TRACE(std::string(format) + " " + reduction);
+      const Trace trace = RandomTrace(2, 3, 80, 72, 700);
+      ReplayFlags flags;
+      flags.selection.format = format;
+      flags.selection.reduction = reduction;
+      flags.selection.source = "exact";
+      flags.selection.k_tokens = 50;
+      flags.verify_exact = true;
+      const auto result = Run(trace, flags);
+      ASSERT_THAT(result, IsOk());
+      EXPECT_TRUE(result->verify->good()) << result->verify->first;
+      EXPECT_EQ(result->verify->sets, 12u * (reduction == std::string("per_head") ? 6 : 2));
+      EXPECT_EQ(result->source, v1::SOURCE_EXACT);
+      EXPECT_EQ(result->retrievals, 12u);
+      EXPECT_EQ(result->appended_tokens, 700u);
+      EXPECT_GT(*result->metrics.recall(), 0.85);
+      EXPECT_DOUBLE_EQ(*result->metrics.tokens_chosen(), 50 + 68);
+    }
+  }
+}
+
+TEST_F(ReplayTest, KeysNotCodedYetAreVerifiedToo) {
+  SCOPED_TRACE(testing::TestSeed());
+  ReplayFlags flags;
+  flags.selection.source = "exact";
+  flags.verify_exact = true;
+  const auto result = Run(RandomTrace(1, 1, 64, 64, 300), flags);  // below the tokens a mean is taken of
+  ASSERT_THAT(result, IsOk());
+  EXPECT_TRUE(result->verify->good()) << result->verify->first;
+  EXPECT_GT(result->memory.raw_bytes(), 0u);
+}
+
+TEST_F(ReplayTest, EveryAndStepsThinOutRetrievalsNotAppends) {
+  ReplayFlags flags;
+  flags.every = 3;
+  flags.steps = 8;
+  flags.selection.answer = "ids";
+  const auto result = Run(RandomTrace(1, 2, 64, 64, 700), flags);
+  ASSERT_THAT(result, IsOk());
+  EXPECT_EQ(result->retrievals, 3u);
+  EXPECT_EQ(result->appended_tokens, 696u);
+  EXPECT_EQ(result->latency_us.size(), 3u);
+}
+
+TEST_F(ReplayTest, HeldDecodedTokensAreAlwaysIncluded) {
+  ReplayFlags flags;
+  flags.hold_decoded = true;
+  const auto result = Run(RandomTrace(1, 2, 64, 64, 700), flags);
+  ASSERT_THAT(result, IsOk());
+  // k 256, sinks 4, window 64 and, on average over 12 steps, 6.5 decoded tokens.
+  EXPECT_DOUBLE_EQ(*result->metrics.tokens_chosen(), 256 + 4 + 64 + 6.5);
+}
+
+TEST_F(ReplayTest, DenseChoosesEverything) {
+  ReplayFlags flags;
+  flags.selection.dense_below_tokens = 100000;
+  const auto result = Run(RandomTrace(1, 2, 64, 64, 600), flags);
+  ASSERT_THAT(result, IsOk());
+  EXPECT_EQ(result->source, v1::SOURCE_DENSE);
+  EXPECT_NEAR(*result->metrics.mass(), 1, 1e-9);
+}
+
+TEST_F(ReplayTest, TheRepositorysTraceKeepsItsNeedles) {
+  const auto trace = LoadTrace(CTKVR_TRACE);
+  ASSERT_THAT(trace, IsOk());
+  ReplayFlags flags;
+  flags.every = 4;
+  const auto sketch = Run(*trace, flags);
+  ASSERT_THAT(sketch, IsOk());
+  EXPECT_GT(sketch->metrics.needles(), 50u);
+  EXPECT_GE(*sketch->metrics.needle_share(), 0.99);
+  flags.selection.source = "query_centroids";
+  const auto centroids = Run(*trace, flags);
+  ASSERT_THAT(centroids, IsOk());
+  // The article's index misses look-ups on this text: reference figure 0.58 over the whole layer. A replay that finds
+  // them all does not measure what it says.
+  EXPECT_EQ(centroids->metrics.needles(), sketch->metrics.needles());
+  EXPECT_LT(*centroids->metrics.needle_share(), 0.75);
+  EXPECT_GT(*centroids->metrics.needle_share(), 0.4);
+
+  const std::vector<ReplayResult> results{*sketch, *centroids};
+  const double total = *TotalNeedleShare(results);
+  EXPECT_LT(total, *sketch->metrics.needle_share());
+  EXPECT_THAT(ReplayTable(results), HasSubstr("records-layer07"));
+  EXPECT_THAT(ReplayTable(results), HasSubstr("\nall"));
+  const nlohmann::json json = ReplayJson(results);
+  EXPECT_EQ(json["traces"].size(), 2u);
+  EXPECT_DOUBLE_EQ(json["total"]["needle_share"].get<double>(), total);
+}
+
+TEST_F(ReplayTest, FlagsThatContradictEachOtherAreRefused) {
+  ReplayFlags flags;
+  flags.verify_exact = true;
+  EXPECT_THAT(Run(RandomTrace(1, 1, 64, 64, 100), flags), StatusIs(absl::StatusCode::kFailedPrecondition));
+  flags = {};
+  flags.every = 0;
+  EXPECT_THAT(Run(RandomTrace(1, 1, 64, 64, 100), flags), StatusIs(absl::StatusCode::kInvalidArgument));
+}
+
+TEST_F(ReplayTest, TheServersRefusalIsTheResult) {
+  ReplayFlags flags;
+  flags.selection.k_tokens = 1u << 30;
+  EXPECT_THAT(Run(RandomTrace(1, 1, 64, 64, 100), flags),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("k_tokens")));
+  const auto sessions = client_->ListSessions();
+  ASSERT_THAT(sessions, IsOk());
+  EXPECT_TRUE(sessions->empty());
+}
+
+}  // namespace
+}  // namespace ctkvr::cli

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Proves what stands around the service: the bound address, health by name, reflection, a port in use, and the order of
+// events in a drain.
+
+#include "server/rpc/grpc_server.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <future>
+
+#include "tests/server/rpc/raw_call.h"
+#include "tests/server/rpc/session_test.h"
+
+namespace ctkvr::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::minutes;
+using ::testing::HasSubstr;
+
+class GrpcServerTest : public SessionTest {
+ protected:
+  // An AppendStream that runs: one chunk is appended, the client has not finished.
+  void StartWork() {
+    OpenWithTokens("a", 0);
+    work_ = stub_->AppendStream(&work_context_, &work_reply_);
+    ASSERT_TRUE(work_->Write(MakeAppend("a", 0, 0, 10)));
+    server_.AwaitMetric("ctkvr_rpc_message_seconds_count{method=\"AppendStream\"}", 1);
+  }
+  std::future<bool> DrainAside(milliseconds timeout) {
+    auto drained = std::async(std::launch::async, [this, timeout] { return server_.server().Drain(timeout); });
+    server_.AwaitMetric("ctkvr_draining", 1);
+    return drained;
+  }
+
+  grpc::ClientContext work_context_;
+  v1::AppendStreamReply work_reply_;
+  std::unique_ptr<grpc::ClientWriter<v1::AppendRequest>> work_;
+};
+
+TEST_F(GrpcServerTest, TheAddressHasThePortThatWasTaken) {
+  EXPECT_THAT(server_.address(), ::testing::MatchesRegex("127\\.0\\.0\\.1:[1-9][0-9]*"));
+}
+
+TEST_F(GrpcServerTest, HealthIsServingForTheServerAndTheService) {
+  const auto channel = server_.NewChannel();
+  EXPECT_EQ(HealthOf(channel, ""), 1);
+  EXPECT_EQ(HealthOf(channel, "ctkvr.v1.Cache"), 1);
+  EXPECT_EQ(HealthOf(channel, "other"), -static_cast<int>(grpc::StatusCode::NOT_FOUND));
+}
+
+TEST_F(GrpcServerTest, ReflectionListsTheServices) {
+  // ServerReflectionRequest {list_services: "*"}
+  const RawReply reply =
+      RawCall(server_.NewChannel(), "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", "\x3a\x01*");
+  ASSERT_THAT(reply.status, IsRpcOk());
+  EXPECT_THAT(reply.bytes, HasSubstr("ctkvr.v1.Cache"));
+  EXPECT_THAT(reply.bytes, HasSubstr("grpc.health.v1.Health"));
+}
+
+TEST_F(GrpcServerTest, APortInUseIsAnErrorThatNamesTheAddress) {
+  RealClock clock;
+  obs::Log log({.level = obs::LogLevel::kOff});
+  const auto second =
+      rpc::GrpcServer::Start({.address = server_.address(), .version = ""},
+                             {.engine = server_.engine(), .clock = clock, .metrics = server_.metrics(), .log = log});
+  EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(second.status().message()), HasSubstr(server_.address()));
+}
+
+TEST_F(GrpcServerTest, AnIdleServerDrainsAtOnce) {
+  ASSERT_THAT(Open(MakeOpen("a")), IsRpcOk());
+  EXPECT_TRUE(server_.server().Drain(minutes(1)));
+  const grpc::Status status = Get("a");
+  EXPECT_EQ(status.error_code(), grpc::StatusCode::UNAVAILABLE);
+}
+
+TEST_F(GrpcServerTest, WhileWorkRunsADrainRefusesOpensAndIsNotServing) {
+  StartWork();
+  const auto channel = server_.NewChannel();
+  ASSERT_EQ(HealthOf(channel, ""), 1);
+  auto drained = DrainAside(minutes(1));
+  EXPECT_EQ(HealthOf(channel, ""), 2);
+  EXPECT_EQ(HealthOf(channel, "ctkvr.v1.Cache"), 2);
+  const grpc::Status refused = Open(MakeOpen("b"));
+  EXPECT_THAT(refused, IsRpc(grpc::StatusCode::UNAVAILABLE, "draining"));
+  EXPECT_EQ(ReasonOf(refused), "DRAINING");
+  EXPECT_EQ(RetrySecondsOf(refused), 0);
+  v1::GetServerInfoReply info;
+  ASSERT_THAT(Call(&Stub::GetServerInfo, v1::GetServerInfoRequest(), &info), IsRpcOk());
+  EXPECT_TRUE(info.draining());
+  // The work that runs goes on to its end, and only then the drain ends.
+  ASSERT_TRUE(work_->Write(MakeAppend("a", 0, 10, 10)));
+  EXPECT_EQ(drained.wait_for(milliseconds(0)), std::future_status::timeout);
+  work_->WritesDone();
+  EXPECT_THAT(work_->Finish(), IsRpcOk());
+  EXPECT_EQ(work_reply_.lengths(0), 20u);
+  EXPECT_TRUE(drained.get());
+}
+
+TEST_F(GrpcServerTest, WorkThatOutlastsTheDrainIsCutOff) {
+  StartWork();
+  EXPECT_FALSE(server_.server().Drain(milliseconds(0)));
+  EXPECT_FALSE(work_->Finish().ok());
+}
+
+// Messages of gRPC go where RouteGrpcLog says: a failing listen is one that surely writes.
+TEST_F(GrpcServerTest, GrpcsOwnMessagesGoToTheLog) {
+  ::testing::internal::CaptureStderr();
+  obs::Log log({.level = obs::LogLevel::kError, .format = obs::LogFormat::kJson});
+  rpc::RouteGrpcLog(&log);
+  RealClock clock;
+  const auto second =
+      rpc::GrpcServer::Start({.address = server_.address(), .version = ""},
+                             {.engine = server_.engine(), .clock = clock, .metrics = server_.metrics(), .log = log});
+  rpc::RouteGrpcLog(nullptr);
+  log.Flush();
+  const std::string text = ::testing::internal::GetCapturedStderr();
+  EXPECT_THAT(text, HasSubstr("\"event\":\"grpc\""));
+  EXPECT_TRUE(text.starts_with("{\"ts\":")) << text;
+}
+
+}  // namespace
+}  // namespace ctkvr::testing
