@@ -286,13 +286,15 @@ void Lane::Run(ListTask& task) {
 }
 
 void Lane::EndSession(std::unique_ptr<Session> session, SessionEnd end, const char* reason) {
-  Stats& stats = shared_.stats;
-  stats.tokens_held.fetch_sub(static_cast<int64_t>(session->tokens_held()), std::memory_order_relaxed);
-  stats.sessions.fetch_sub(1, std::memory_order_relaxed);
-  stats.sessions_ended[static_cast<size_t>(end)].fetch_add(1, std::memory_order_relaxed);
-  SubtractPlannedBytes(Session::PlannedBytes(session->config()));
   const std::string id = session->id();
-  session.reset();  // memory first: who hears that the session is gone may open another
+  const uint64_t planned_bytes = Session::PlannedBytes(session->config());
+  const auto tokens = static_cast<int64_t>(session->tokens_held());
+  session.reset();  // memory first: who hears or counts that the session is gone may open another
+  SubtractPlannedBytes(planned_bytes);
+  Stats& stats = shared_.stats;
+  stats.tokens_held.fetch_sub(tokens, std::memory_order_relaxed);
+  stats.sessions.fetch_sub(1, std::memory_order_relaxed);
+  stats.sessions_ended[static_cast<size_t>(end)].fetch_add(1, std::memory_order_release);
   shared_.directory.Remove(id, reason);
 }
 
