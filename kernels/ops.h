@@ -142,7 +142,7 @@ struct SoftmaxParams {
 // Keeps the forced tokens and the best k of the others, from scores over a list of tokens.
 //   p(r, t) = softmax over all tokens listed (and the sink logit) of logit(r, t)
 //   group(t) = sum over r of p(r, t), or the maximum; ranked in the log domain so that small shares do not vanish:
-//   g(t) = log(sum_r exp(logit(r, t) - lse_r)), or max_r(logit(r, t) - lse_r)
+//   g(t) = log(sum_r exp(logit(r, t) - lse_r)), or max_r(logit(r, t) - lse_r); one head ranks by its scores: same order
 // Forced are tokens < force_below and tokens >= force_from. Then, of the k others, in this order:
 //   min_score: leave out those whose max over r of score(r, t) is below it   (-inf switches it off)
 //   min_share: leave out those whose mean over r of p(r, t) is below it      (0 switches it off)

@@ -6,13 +6,12 @@
 // Everything called here is inlined or has internal linkage: an inline function of a shared header compiled with wider
 // instructions must not become the copy that the linker keeps for all.
 
-#include <fp16.h>
-
 #include <cstring>
 
 #include "kernels/base/half_steps.h"
 #include "kernels/cpu/avx512.h"
 #include "kernels/cpu/kernels.h"
+#include "kernels/cpu/rows_avx.h"
 
 namespace ctkvr::cpu {
 namespace {
@@ -20,9 +19,7 @@ namespace {
 constexpr uint32_t kWidth = 16;
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 
-__mmask16 FirstLanes(size_t count) {
-  return static_cast<__mmask16>(count >= kWidth ? 0xffffu : (1u << count) - 1);
-}
+__mmask16 FirstLanes(size_t count) { return static_cast<__mmask16>(count >= kWidth ? 0xffffu : (1u << count) - 1); }
 
 // --- Rotation ---
 
@@ -82,12 +79,18 @@ void TransformEight(float* x, const float* signs, float scale) {
 template <bool kForward>
 void TransformBlock(float* x, uint32_t size, const float* signs) {
   switch (size) {
-    case 8: return TransformEight<kForward>(x, signs, 0x1.6a09e6p-2f);
-    case 16: return TransformLarge<kForward, 1>(x, signs, 0x1p-2f);
-    case 32: return TransformLarge<kForward, 2>(x, signs, 0x1.6a09e6p-3f);
-    case 64: return TransformLarge<kForward, 4>(x, signs, 0x1p-3f);
-    case 128: return TransformLarge<kForward, 8>(x, signs, 0x1.6a09e6p-4f);
-    default: return TransformLarge<kForward, 16>(x, signs, 0x1p-4f);
+    case 8:
+      return TransformEight<kForward>(x, signs, 0x1.6a09e6p-2f);
+    case 16:
+      return TransformLarge<kForward, 1>(x, signs, 0x1p-2f);
+    case 32:
+      return TransformLarge<kForward, 2>(x, signs, 0x1.6a09e6p-3f);
+    case 64:
+      return TransformLarge<kForward, 4>(x, signs, 0x1p-3f);
+    case 128:
+      return TransformLarge<kForward, 8>(x, signs, 0x1.6a09e6p-4f);
+    default:
+      return TransformLarge<kForward, 16>(x, signs, 0x1p-4f);
   }
 }
 
@@ -143,9 +146,7 @@ struct BrainCoder {
   }
 };
 
-__m512i MagnitudeBits(__m512 x) {
-  return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MAX));
-}
+__m512i MagnitudeBits(__m512 x) { return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(INT32_MAX)); }
 
 template <typename Coder>
 int64_t FromF32(const float* from, std::byte* to, size_t count) {
@@ -161,21 +162,10 @@ int64_t FromF32(const float* from, std::byte* to, size_t count) {
 
 // --- Keys ---
 
-uint32_t MaxMagnitudeBits(const float* x, uint32_t count) {
-  __m512i max = _mm512_setzero_si512();
-  for (uint32_t i = 0; i < count; i += kWidth) {
-    max = _mm512_max_epu32(max, MagnitudeBits(_mm512_maskz_loadu_ps(FirstLanes(count - i), x + i)));
-  }
-  return _mm512_reduce_max_epu32(max);
-}
-
-float FoldLanes(__m512 lanes) {
+float Fold(__m512 lanes) {
   float sums[kWidth];
   _mm512_storeu_ps(sums, lanes);
-  const __m256 eight = _mm256_add_ps(_mm256_loadu_ps(sums), _mm256_loadu_ps(sums + 8));
-  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+  return FoldLanes(_mm256_loadu_ps(sums), _mm256_loadu_ps(sums + 8));
 }
 
 // codes [D, and zeros up to a multiple of 64].
@@ -204,7 +194,7 @@ bool EncodeKey(const float* x, uint32_t head_dim, uint32_t planes, uint32_t firs
   const uint16_t scale_bits = SmallestHalfScale(max, static_cast<float>(half_levels));
   if (scale_bits >= kHalfInfinity) return false;
   // Dividing zeros by one gives the codes that are wanted where the scale is zero.
-  const __m512 scale = _mm512_set1_ps(max_bits == 0 ? 1.0f : fp16_ieee_to_fp32_value(scale_bits));
+  const __m512 scale = _mm512_set1_ps(max_bits == 0 ? 1.0f : HalfToFloat(scale_bits));
   const __m512i middle = _mm512_set1_epi32(half_levels);
   const __m512i top = _mm512_set1_epi32(2 * half_levels - 1);
   const __m512i level_offset = _mm512_set1_epi32(1 - (1 << first_planes));
@@ -223,8 +213,8 @@ bool EncodeKey(const float* x, uint32_t head_dim, uint32_t planes, uint32_t firs
     products = _mm512_add_ps(products, _mm512_mul_ps(element, _mm512_cvtepi32_ps(level)));
     _mm_mask_storeu_epi8(codes + i, lanes, _mm512_cvtepi32_epi8(code));
   }
-  const float ratio = FoldLanes(squares) / FoldLanes(products);
-  const uint16_t sketch_bits = max_bits == 0 ? uint16_t{0} : fp16_ieee_from_fp32_value(ratio);
+  const float ratio = Fold(squares) / Fold(products);
+  const uint16_t sketch_bits = max_bits == 0 ? uint16_t{0} : FloatToHalf(ratio);
   if (sketch_bits >= kHalfInfinity) return false;
   PackPlanes(codes, head_dim, planes, packed);
   *code_scale = scale_bits;
@@ -234,43 +224,9 @@ bool EncodeKey(const float* x, uint32_t head_dim, uint32_t planes, uint32_t firs
 
 // --- Values ---
 
-struct ValueGroup {
-  uint16_t zero;
-  uint16_t scale;
-};
-
-// Returns -1 or the first element that cannot be held.
-int32_t FitValueGroup(const float* value, uint32_t count, uint32_t levels, ValueGroup* group) {
-  __m256 min8 = _mm256_loadu_ps(value);
-  __m256 max8 = min8;
-  for (uint32_t i = 8; i < count; i += 8) {
-    const __m256 element = _mm256_loadu_ps(value + i);
-    min8 = _mm256_min_ps(min8, element);
-    max8 = _mm256_max_ps(max8, element);
-  }
-  __m128 min4 = _mm_min_ps(_mm256_castps256_ps128(min8), _mm256_extractf128_ps(min8, 1));
-  __m128 max4 = _mm_max_ps(_mm256_castps256_ps128(max8), _mm256_extractf128_ps(max8, 1));
-  min4 = _mm_min_ps(min4, _mm_movehl_ps(min4, min4));
-  max4 = _mm_max_ps(max4, _mm_movehl_ps(max4, max4));
-  const float min = _mm_cvtss_f32(_mm_min_ss(min4, _mm_shuffle_ps(min4, min4, 1)));
-  const float max = _mm_cvtss_f32(_mm_max_ss(max4, _mm_shuffle_ps(max4, max4, 1)));
-  const bool finite = MaxMagnitudeBits(value, count) < kInfinityBits;
-  const uint16_t zero_bits = finite ? LargestHalfAtMost(min < -kHalfMax ? -kHalfMax : min) : uint16_t{0};
-  const float zero = fp16_ieee_to_fp32_value(zero_bits);
-  const double limit = zero + double{kHalfMax} * levels;
-  if (!finite || min < -kHalfMax || max > limit) {
-    for (uint32_t i = 0; i < count; ++i) {
-      if (!(value[i] >= -kHalfMax && value[i] <= limit)) return static_cast<int32_t>(i);
-    }
-  }
-  group->zero = zero_bits;
-  group->scale = SmallestValueScale(zero, max, levels);
-  return -1;
-}
-
 void CodeValueGroup(const float* value, uint32_t count, uint32_t levels, ValueGroup group, uint8_t* codes) {
-  const __m512 zero = _mm512_set1_ps(fp16_ieee_to_fp32_value(group.zero));
-  const __m512 scale = _mm512_set1_ps(fp16_ieee_to_fp32_value(group.scale));
+  const __m512 zero = _mm512_set1_ps(HalfToFloat(group.zero));
+  const __m512 scale = _mm512_set1_ps(HalfToFloat(group.scale));
   const __m512i top = _mm512_set1_epi32(group.scale == 0 ? 0 : static_cast<int32_t>(levels));
   for (uint32_t i = 0; i < count; i += kWidth) {
     const __mmask16 lanes = FirstLanes(count - i);
@@ -278,45 +234,6 @@ void CodeValueGroup(const float* value, uint32_t count, uint32_t levels, ValueGr
     const __m512i code = _mm512_and_si512(_mm512_min_epi32(_mm512_cvtps_epi32(ratio), top), top);
     _mm_mask_storeu_epi8(codes + i, lanes, _mm512_cvtepi32_epi8(code));
   }
-}
-
-// Pairs of 4-bit codes to bytes, `count` codes, a multiple of 8.
-void PackNibbles(const uint8_t* codes, uint32_t count, std::byte* packed) {
-  const __m128i weights = _mm_set1_epi16(0x1001);
-  for (uint32_t i = 0; i < count; i += 8) {
-    const __m128i pairs = _mm_maddubs_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + i)), weights);
-    const int bytes = _mm_cvtsi128_si32(_mm_packus_epi16(pairs, pairs));
-    std::memcpy(packed + i / 2, &bytes, 4);
-  }
-}
-
-constexpr uint32_t kGroupHeaderBytes = 4;
-
-int32_t EncodeValue(const float* value, uint32_t value_dim, uint32_t bits, std::byte* row) {
-  const uint32_t levels = (1u << bits) - 1;
-  const uint32_t groups = (value_dim + kValueGroup - 1) / kValueGroup;
-  ValueGroup fitted[kDimMax / kValueGroup];
-  for (uint32_t group = 0; group < groups; ++group) {
-    const uint32_t begin = group * kValueGroup;
-    const uint32_t count = value_dim - begin < kValueGroup ? value_dim - begin : kValueGroup;
-    const int32_t bad = FitValueGroup(value + begin, count, levels, &fitted[group]);
-    if (bad >= 0) return static_cast<int32_t>(begin) + bad;
-  }
-  std::byte* packed = row + groups * kGroupHeaderBytes;
-  for (uint32_t group = 0; group < groups; ++group) {
-    const uint32_t begin = group * kValueGroup;
-    const uint32_t count = value_dim - begin < kValueGroup ? value_dim - begin : kValueGroup;
-    std::memcpy(row + group * kGroupHeaderBytes, &fitted[group].scale, 2);
-    std::memcpy(row + group * kGroupHeaderBytes + 2, &fitted[group].zero, 2);
-    uint8_t codes[kValueGroup];
-    CodeValueGroup(value + begin, count, levels, fitted[group], codes);
-    if (bits == 8) {
-      std::memcpy(packed + begin, codes, count);
-    } else {
-      PackNibbles(codes, count, packed + begin / 2);
-    }
-  }
-  return -1;
 }
 
 // Sixteen codes from dimension i on, of which `count` are there, as numbers.
@@ -339,8 +256,8 @@ void DecodeValue(const std::byte* row, uint32_t value_dim, uint32_t bits, float*
   for (uint32_t begin = 0; begin < value_dim; begin += kValueGroup) {
     uint16_t header[2];
     std::memcpy(header, row + begin / kValueGroup * kGroupHeaderBytes, sizeof(header));
-    const __m512 scale = _mm512_set1_ps(fp16_ieee_to_fp32_value(header[0]));
-    const __m512 zero = _mm512_set1_ps(fp16_ieee_to_fp32_value(header[1]));
+    const __m512 scale = _mm512_set1_ps(HalfToFloat(header[0]));
+    const __m512 zero = _mm512_set1_ps(HalfToFloat(header[1]));
     const uint32_t end = value_dim - begin < kValueGroup ? value_dim : begin + kValueGroup;
     for (uint32_t i = begin; i < end; i += kWidth) {
       const uint32_t count = end - i < kWidth ? end - i : kWidth;
@@ -358,7 +275,7 @@ constexpr RowKernels kTable{
     .f16_from_f32 = FromF32<HalfCoder>,
     .bf16_from_f32 = FromF32<BrainCoder>,
     .encode_key = EncodeKey,
-    .encode_value = EncodeValue,
+    .encode_value = EncodeValue<CodeValueGroup>,
     .decode_value = DecodeValue,
 };
 

@@ -297,9 +297,14 @@ void RefinePlanes(const CodedKey& key, const RefineQuery& query, int32_t* sums) 
       const uint32_t row = Least(r + n, query.heads - 1);
       four[n] = SumProducts<kPlanes>(codes, query.rows + size_t{row} * padded, padded);
     }
-    int32_t stored[4];
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(stored), SumLanes(four[0], four[1], four[2], four[3]));
-    std::memcpy(sums + r, stored, Least(4, query.heads - r) * sizeof(int32_t));
+    const __m128i stored = SumLanes(four[0], four[1], four[2], four[3]);
+    if (query.heads - r >= 4) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(sums + r), stored);
+    } else {
+      int32_t lanes[4];
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(lanes), stored);
+      std::memcpy(sums + r, lanes, (query.heads - r) * sizeof(int32_t));
+    }
   }
 }
 
