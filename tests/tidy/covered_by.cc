@@ -31,10 +31,7 @@ const std::map<std::string, std::string>& CoveredBy() {
       {"kernels/cpu/scan_avx512.cc", "tests/conformance/scan_kernels_test.cc"},
       {"kernels/cpu/scan_portable.cc", "tests/conformance/scan_kernels_test.cc"},
       // Parts of a layer and of a retrieval: through the engine, against the oracle.
-      {"server/core/index.cc", "tests/server/core/session_test.cc"},
-      {"server/core/layer.cc", "tests/server/core/appender_test.cc"},
       {"server/core/repeat_check.cc", "tests/server/core/appender_test.cc"},
-      {"server/core/retrieval_plan.cc", "tests/server/core/retriever_test.cc"},
       {"server/core/retrieval_set.cc", "tests/server/core/retriever_test.cc"},
       {"server/core/step.cc", "tests/server/core/lane_test.cc"},
       {"client/src/core.cc", "tests/client/src/client_test.cc"},

@@ -274,61 +274,94 @@ constexpr double kScoreBound = 2e-3;
   return ::testing::AssertionSuccess();
 }
 
+// One set, and what it is chosen from.
+struct SetCase {
+  SetCase(const StoredLayer& stored, const oracle::Matrix& all_queries, const AnswerCheck& check, size_t set)
+      : heads(check.selection.reduction == Reduction::kPerHead ? 1 : check.layer->group_heads()),
+        kv_head(static_cast<uint32_t>(set * heads / check.layer->group_heads())),
+        keys(stored.keys[kv_head]),
+        queries(all_queries.begin() + set * heads, all_queries.begin() + (set + 1) * heads) {
+    const uint32_t seen = std::min(stored.tokens, check.position + 1);
+    const uint32_t end = std::min(seen, check.local_begin.value_or(seen));
+    const uint32_t force_from = std::min(seen - std::min(seen, check.selection.window_tokens), check.tail_begin);
+    for (uint32_t t = check.local_sinks; t < end; ++t) {
+      const bool is_forced = t < check.selection.sink_tokens || t >= force_from;
+      const bool is_candidate = check.candidates.empty() || std::binary_search(check.candidates[kv_head].begin(),
+                                                                               check.candidates[kv_head].end(), t);
+      if (is_forced || is_candidate) tokens.push_back(t);
+      if (is_forced) forced.push_back(t);
+      if (is_candidate && !is_forced) others.push_back(t);
+    }
+  }
+
+  uint32_t heads;
+  uint32_t kv_head;
+  const oracle::Matrix& keys;  // [tokens]
+  oracle::Matrix queries;      // [heads]
+  std::vector<uint32_t> tokens, forced, others;
+};
+
+::testing::AssertionResult IsSoundSet(const AnswerSet& set, const SetCase& set_case, uint32_t k) {
+  if (auto ascending = IsAscendingSet(set.ids); !ascending) return ascending;
+  if (!std::includes(set_case.tokens.begin(), set_case.tokens.end(), set.ids.begin(), set.ids.end())) {
+    return ::testing::AssertionFailure() << "a token was chosen that was no candidate";
+  }
+  if (!std::includes(set.ids.begin(), set.ids.end(), set_case.forced.begin(), set_case.forced.end())) {
+    return ::testing::AssertionFailure() << "tokens that are always included are missing";
+  }
+  if (set.ids.size() > set_case.forced.size() + k) {
+    return ::testing::AssertionFailure() << set.ids.size() << " tokens chosen; " << set_case.forced.size()
+                                         << " are always included and k is " << k;
+  }
+  return HasRightScores(set, set_case.keys, set_case.queries);
+}
+
+// Group ranks of set_case.others.
+oracle::Row OtherRanks(const SetCase& set_case, const AnswerCheck& check, size_t set) {
+  const LayerConfig& layer = *check.layer;
+  oracle::Matrix listed;
+  for (uint32_t t : set_case.tokens) listed.push_back(set_case.keys[t]);
+  oracle::Softmax softmax{.scale = layer.softmax.scale, .softcap = layer.softmax.softcap, .sink_logits = {}};
+  if (!layer.softmax.sink_logits.empty()) {
+    const auto first = layer.softmax.sink_logits.begin() + set * set_case.heads;
+    softmax.sink_logits.assign(first, first + set_case.heads);
+  }
+  const bool largest = check.selection.reduction == Reduction::kMaxSoftmax;
+  const oracle::Row ranks = oracle::GroupRanks(oracle::LogShares(oracle::Scores(set_case.queries, listed), softmax),
+                                               largest ? GroupReduction::kMaxSoftmax : GroupReduction::kSumSoftmax);
+  oracle::Row other_ranks;
+  for (size_t i = 0; i < set_case.tokens.size(); ++i) {
+    const bool other = std::binary_search(set_case.others.begin(), set_case.others.end(), set_case.tokens[i]);
+    if (other) other_ranks.push_back(ranks[i]);
+  }
+  return other_ranks;
+}
+
 }  // namespace
 
-::testing::AssertionResult IsExactAnswer(const std::vector<AnswerSet>& sets, const StoredLayer& stored,
-                                         const oracle::Matrix& queries, const ExactCheck& check) {
-  const LayerConfig& layer = *check.layer;
-  const bool per_head = check.selection.reduction == Reduction::kPerHead;
-  const uint32_t heads = per_head ? 1 : layer.group_heads();
-  const uint32_t seen = std::min(stored.tokens, check.position + 1);
-  const uint32_t end = std::min(seen, check.local_begin.value_or(seen));
+::testing::AssertionResult IsSoundAnswer(const std::vector<AnswerSet>& sets, const StoredLayer& stored,
+                                         const oracle::Matrix& queries, const AnswerCheck& check) {
   for (size_t s = 0; s < sets.size(); ++s) {
-    const uint32_t kv_head = static_cast<uint32_t>(s) * heads / layer.group_heads();
-    const oracle::Matrix& keys = stored.keys[kv_head];
-    oracle::Matrix set_queries(queries.begin() + s * heads, queries.begin() + (s + 1) * heads);
-    const uint32_t window_begin = seen - std::min(seen, check.selection.window_tokens);
-    const auto forced = [&](uint32_t t) {
-      return t < check.selection.sink_tokens || t >= std::min(window_begin, check.tail_begin);
-    };
-    std::vector<uint32_t> tokens;
-    for (uint32_t t = check.local_sinks; t < end; ++t) {
-      const bool candidate = check.candidates.empty() ||
-                             std::binary_search(check.candidates[kv_head].begin(), check.candidates[kv_head].end(), t);
-      if (candidate || forced(t)) tokens.push_back(t);
-    }
-    oracle::Matrix listed;
-    for (uint32_t t : tokens) listed.push_back(keys[t]);
-    oracle::Softmax softmax{.scale = layer.softmax.scale, .softcap = layer.softmax.softcap, .sink_logits = {}};
-    if (!layer.softmax.sink_logits.empty()) {
-      const auto first = layer.softmax.sink_logits.begin() + s * heads;
-      softmax.sink_logits.assign(first, first + heads);
-    }
-    const oracle::Matrix shares = oracle::LogShares(oracle::Scores(set_queries, listed), softmax);
-    const oracle::Row ranks =
-        oracle::GroupRanks(shares, check.selection.reduction == Reduction::kMaxSoftmax ? GroupReduction::kMaxSoftmax
-                                                                                       : GroupReduction::kSumSoftmax);
-    oracle::Row other_ranks;
-    std::vector<uint32_t> others;
-    for (size_t i = 0; i < tokens.size(); ++i) {
-      if (forced(tokens[i])) continue;
-      others.push_back(tokens[i]);
-      other_ranks.push_back(ranks[i]);
-    }
+    const SetCase set_case(stored, queries, check, s);
+    if (auto sound = IsSoundSet(sets[s], set_case, check.selection.k_tokens); !sound) return sound << " in set " << s;
+  }
+  return ::testing::AssertionSuccess();
+}
+
+::testing::AssertionResult IsExactAnswer(const std::vector<AnswerSet>& sets, const StoredLayer& stored,
+                                         const oracle::Matrix& queries, const AnswerCheck& check) {
+  if (auto sound = IsSoundAnswer(sets, stored, queries, check); !sound) return sound;
+  for (size_t s = 0; s < sets.size(); ++s) {
+    const SetCase set_case(stored, queries, check, s);
     std::vector<uint32_t> chosen;
     for (uint32_t id : sets[s].ids) {
-      const auto found = std::lower_bound(others.begin(), others.end(), id);
-      if (found != others.end() && *found == id)
-        chosen.push_back(static_cast<uint32_t>(found - others.begin()));
-      else if (!std::binary_search(tokens.begin(), tokens.end(), id) || !forced(id))
-        return ::testing::AssertionFailure() << "set " << s << " holds " << id << ", which was no candidate";
+      const auto found = std::lower_bound(set_case.others.begin(), set_case.others.end(), id);
+      if (found == set_case.others.end() || *found != id) continue;
+      chosen.push_back(static_cast<uint32_t>(found - set_case.others.begin()));
     }
-    if (auto ascending = IsAscendingSet(sets[s].ids); !ascending) return ascending << " in set " << s;
-    if (sets[s].ids.size() != chosen.size() + (tokens.size() - others.size())) {
-      return ::testing::AssertionFailure() << "set " << s << " lacks tokens that are always included";
-    }
-    if (auto best = IsTopK(chosen, other_ranks, check.selection.k_tokens, 1e-3); !best) return best << " in set " << s;
-    if (auto right = HasRightScores(sets[s], keys, set_queries); !right) return right << " in set " << s;
+    // Two float32 scores may differ from the oracle's by their rounding.
+    const auto best = IsTopK(chosen, OtherRanks(set_case, check, s), check.selection.k_tokens, 1e-3);
+    if (!best) return ::testing::AssertionFailure() << best.message() << " in set " << s;
   }
   return ::testing::AssertionSuccess();
 }

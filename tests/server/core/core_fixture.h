@@ -162,9 +162,8 @@ struct AnswerSet {
 // Sets in order, [P * G]; `heads` query heads each.
 std::vector<AnswerSet> SplitAnswer(const Answer& answer, uint32_t heads);
 
-// The answer of exact selection at one position, checked against the oracle over `stored`: ids outside a tie band,
-// scores within rounding. `position` counts from the query's first.
-struct ExactCheck {
+// What an answer is held to.
+struct AnswerCheck {
   const LayerConfig* layer = nullptr;
   Selection selection;
   uint32_t position = 0;  // absolute
@@ -174,7 +173,12 @@ struct ExactCheck {
   std::vector<std::vector<uint32_t>> candidates;
   uint32_t tail_begin = 0xffffffff;  // always included from here on
 };
+// Sets of one position that any source may give: visible tokens in order, the always-included among them, at most k
+// others, scores within rounding of the oracle's.
+::testing::AssertionResult IsSoundAnswer(const std::vector<AnswerSet>& sets, const StoredLayer& stored,
+                                         const oracle::Matrix& queries, const AnswerCheck& check);
+// And the others are the best k, outside a tie band.
 ::testing::AssertionResult IsExactAnswer(const std::vector<AnswerSet>& sets, const StoredLayer& stored,
-                                         const oracle::Matrix& queries, const ExactCheck& check);
+                                         const oracle::Matrix& queries, const AnswerCheck& check);
 
 }  // namespace ctkvr::testing

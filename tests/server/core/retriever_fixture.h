@@ -39,7 +39,7 @@ class RetrieverTest : public ::testing::TestWithParam<bool> {
     const size_t per_position = sets.size() / query.query.positions;
     for (uint32_t p = 0; p < query.query.positions; ++p) {
       const std::vector<AnswerSet> own(sets.begin() + p * per_position, sets.begin() + (p + 1) * per_position);
-      ExactCheck check{.layer = &layer(),
+      AnswerCheck check{.layer = &layer(),
                        .selection = answer.used,
                        .position = query.query.position + p,
                        .local_sinks = query.query.local_sinks,

@@ -201,7 +201,7 @@ TEST_P(RetrieverTest, QueryCentroidsEqualTheOracleButForTiesInLists) {
     EXPECT_EQ(answer->indexed_length, kLength);
     EXPECT_EQ(answer->always_tokens, 4u + 30);
     const oracle::Matrix query = tokens_->Queries(position);
-    ExactCheck check{.layer = &layer(), .selection = answer->used, .position = position, .local_begin = {}};
+    AnswerCheck check{.layer = &layer(), .selection = answer->used, .position = position, .local_begin = {}};
     check.candidates = OracleCandidates(layer(), stored_, *tokens_, {kLength - 24, kLength}, kLength, query, 4);
     check.tail_begin = kLength;
     right += static_cast<bool>(IsExactAnswer(SplitAnswer(*answer, 2), stored_, query, check));
