@@ -6,6 +6,8 @@
 #include "kernels/cpu/coded_key.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/float_rows.h"
+#include "kernels/cpu/prefetch.h"
+#include "kernels/cpu/stored_row.h"
 
 namespace ctkvr::cpu {
 namespace {
@@ -14,52 +16,25 @@ DType RowDType(RowFormat format) {
   return format == RowFormat::kF32 ? DType::kF32 : format == RowFormat::kF16 ? DType::kF16 : DType::kBF16;
 }
 
-// A key that is stored as floats.
-struct FloatKey {
-  const std::byte* data = nullptr;
-  DType dtype = DType::kF32;
-};
-
-FloatKey FindFloatKey(const HeadView& view, uint32_t token) {
-  const DType dtype = view.raw() ? view.raw_dtype : FloatType(view.layout.format);
-  const std::byte* keys =
-      view.raw() ? view.raw_pages[token / kPageTokens] : view.pages[token / kPageTokens] + view.layout.keys_offset;
-  return {.data = keys + token % kPageTokens * (view.layout.head_dim * DTypeBytes(dtype)), .dtype = dtype};
-}
-
-const std::byte* FindValue(const HeadView& view, uint32_t token) {
-  return view.pages[token / kPageTokens] + view.layout.values_offset +
-         size_t{token % kPageTokens} * view.layout.value_row_bytes;
-}
-
-// Chosen tokens jump about, so the hardware does not foresee them: their rows are asked for this many tokens ahead.
-constexpr uint32_t kPrefetchTokens = 6;
-constexpr size_t kLineBytes = 64;
-
-void PrefetchBytes(const std::byte* data, size_t bytes) {
-  for (size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(data + at);
-  __builtin_prefetch(data + bytes - 1);
-}
-
 bool IsCoded(const HeadView& view) { return !view.raw() && KeysAreCoded(view.layout.format); }
 
 void PrefetchRows(const GatherRowsItem& item, uint32_t n) {
   if (n >= *item.count) return;
   const HeadView& view = item.view;
   const uint32_t token = item.tokens[n];
-  if (item.values != nullptr) PrefetchBytes(FindValue(view, token), view.layout.value_row_bytes);
+  if (item.values != nullptr) PrefetchBytes(ValueAt(view, token), view.layout.value_row_bytes);
   if (item.keys == nullptr) return;
   if (IsCoded(view)) {
     PrefetchCodedKey(view, token, view.layout.planes);
   } else {
-    const FloatKey key = FindFloatKey(view, token);
+    const FloatKey key = FloatKeyAt(view, token);
     PrefetchBytes(key.data, view.layout.head_dim * DTypeBytes(key.dtype));
   }
 }
 
 void DecodeKey(const CpuKernels& kernels, const HeadView& view, uint32_t token, float* key) {
   if (!IsCoded(view)) {
-    const FloatKey stored = FindFloatKey(view, token);
+    const FloatKey stored = FloatKeyAt(view, token);
     LoadRow(*kernels.rows, stored.data, stored.dtype, key, view.layout.head_dim);
     return;
   }
@@ -68,15 +43,6 @@ void DecodeKey(const CpuKernels& kernels, const HeadView& view, uint32_t token, 
   for (uint32_t i = 0; i < view.layout.head_dim; ++i) key[i] = scale * (key[i] + 0.5f);
   kernels.rows->unrotate(key, view.layout.head_dim, view.signs);
   for (uint32_t i = 0; i < view.layout.head_dim; ++i) key[i] += view.mean[i];
-}
-
-void DecodeValue(const CpuKernels& kernels, const HeadView& view, uint32_t token, float* value) {
-  const PageLayout& layout = view.layout;
-  if (KeysAreCoded(layout.format)) {
-    kernels.rows->decode_value(FindValue(view, token), layout.value_dim, ValueBits(layout.format), value);
-  } else {
-    LoadRow(*kernels.rows, FindValue(view, token), FloatType(layout.format), value, layout.value_dim);
-  }
 }
 
 // Returns how many elements do not fit.
@@ -105,7 +71,7 @@ uint64_t GatherFloatRows(const CpuKernels& kernels, const GatherRowsItem& item) 
       overflow += StoreCounting(*kernels.rows, row, dtype, item.keys + n * key_bytes, layout.head_dim);
     }
     if (item.values != nullptr) {
-      DecodeValue(kernels, item.view, item.tokens[n], row);
+      DecodeValue(*kernels.rows, item.view, item.tokens[n], row);
       overflow += StoreCounting(*kernels.rows, row, dtype, item.values + n * value_bytes, layout.value_dim);
     }
   }
@@ -114,7 +80,7 @@ uint64_t GatherFloatRows(const CpuKernels& kernels, const GatherRowsItem& item) 
 
 void GatherStorageKey(const HeadView& view, uint32_t token, std::byte* to) {
   if (!IsCoded(view)) {
-    const FloatKey stored = FindFloatKey(view, token);
+    const FloatKey stored = FloatKeyAt(view, token);
     std::memcpy(to, stored.data, view.layout.head_dim * DTypeBytes(stored.dtype));
     return;
   }
@@ -136,7 +102,7 @@ void GatherStorageRows(const GatherRowsItem& item) {
     const uint32_t token = item.tokens[n];
     PrefetchRows(item, n + kPrefetchTokens);
     if (item.keys != nullptr) GatherStorageKey(view, token, item.keys + n * key_bytes);
-    if (item.values != nullptr) std::memcpy(item.values + n * value_bytes, FindValue(view, token), value_bytes);
+    if (item.values != nullptr) std::memcpy(item.values + n * value_bytes, ValueAt(view, token), value_bytes);
   }
 }
 

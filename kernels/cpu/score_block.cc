@@ -3,19 +3,9 @@
 #include "kernels/cpu/score_block.h"
 
 #include "kernels/cpu/coded_key.h"
+#include "kernels/cpu/stored_row.h"
 
 namespace ctkvr::cpu {
-namespace {
-
-const std::byte* FloatKeyAt(const HeadView& view, uint32_t token, DType* dtype) {
-  const size_t page = token / kPageTokens, slot = token % kPageTokens;
-  *dtype = view.raw() ? view.raw_dtype : FloatType(view.layout.format);
-  const std::byte* keys = view.raw() ? view.raw_pages[page] : view.pages[page] + view.layout.keys_offset;
-  return keys + slot * view.layout.head_dim * DTypeBytes(*dtype);
-}
-
-}  // namespace
-
 void ScoreBlock(const CpuKernels& kernels, const HeadView& view, const ScoreQueries& queries,
                 const ScoreBlockRun& run) {
   const uint32_t head_dim = view.layout.head_dim, padded = PaddedFloats(head_dim);
@@ -28,9 +18,8 @@ void ScoreBlock(const CpuKernels& kernels, const HeadView& view, const ScoreQuer
       kernels.scan->decode_coded(CodedKeyAt(view, token), keys + size_t{n} * padded);
       scales[n] = CodeScaleAt(view, token);
     } else {
-      DType dtype;
-      const std::byte* key = FloatKeyAt(view, token, &dtype);
-      kernels.scan->decode_float(key, dtype, head_dim, keys + size_t{n} * padded);
+      const FloatKey key = FloatKeyAt(view, token);
+      kernels.scan->decode_float(key.data, key.dtype, head_dim, keys + size_t{n} * padded);
     }
   }
   kernels.scan->dots({.keys = keys,
