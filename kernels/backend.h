@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The seam: one device, its memory and its arithmetic. What an operation means stands in ops.h.
+// The seam: one device, its memory and its arithmetic. What an operation means stands in ops.h and attention_ops.h.
 //
 // Operations and copies on one stream run in order; the caller sees their results after Synchronize. Calls on
 // different streams may run at the same time; one stream is used by one thread at a time. After an error the outputs
@@ -15,6 +15,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "kernels/attention_ops.h"
 #include "kernels/ops.h"
 
 namespace ctkvr {
@@ -84,6 +85,7 @@ class Backend {
   virtual absl::Status SelectLists(Stream& stream, std::span<const SelectListsItem> items) = 0;
   virtual absl::Status MergeCandidates(Stream& stream, std::span<const MergeCandidatesItem> items) = 0;
   virtual absl::Status GatherRows(Stream& stream, std::span<const GatherRowsItem> items) = 0;
+  virtual absl::Status Attend(Stream& stream, std::span<const AttendItem> items) = 0;
 };
 
 }  // namespace ctkvr

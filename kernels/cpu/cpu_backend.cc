@@ -121,6 +121,7 @@ class CpuBackend final : public Backend {
   absl::Status GatherRows(Stream&, std::span<const GatherRowsItem> items) override {
     return ForEach(items, cpu::GatherRows);
   }
+  absl::Status Attend(Stream&, std::span<const AttendItem> items) override { return ForEach(items, cpu::Attend); }
 
  private:
   template <typename Item>

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The operations of ops.h on host memory, one item each, one file each. Thread-safe: they touch nothing but the item.
+// The operations of ops.h and attention_ops.h on host memory, one item each, one file each. Thread-safe: they touch
+// nothing but the item.
 
 #pragma once
 
+#include "kernels/attention_ops.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/ops.h"
 
@@ -21,5 +23,6 @@ void BuildLists(const CpuKernels& kernels, const BuildListsItem& item);
 void SelectLists(const CpuKernels& kernels, const SelectListsItem& item);
 void MergeCandidates(const CpuKernels& kernels, const MergeCandidatesItem& item);
 void GatherRows(const CpuKernels& kernels, const GatherRowsItem& item);
+void Attend(const CpuKernels& kernels, const AttendItem& item);
 
 }  // namespace ctkvr::cpu

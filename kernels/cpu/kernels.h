@@ -89,6 +89,17 @@ struct DotsRun {
   size_t stride = 0;
 };
 
+// Rows of values and their weights, one a head.
+struct WeightedRowsRun {
+  const float* rows = nullptr;     // [tokens, padded_dim]
+  const float* weights = nullptr;  // [heads, weight_stride]
+  size_t weight_stride = 0;
+  uint32_t tokens = 0;
+  uint32_t heads = 0;       // any number
+  uint32_t padded_dim = 0;  // a multiple of kFloatPad
+  float* sums = nullptr;    // [heads, padded_dim]
+};
+
 // Scores to log shares: x(score) = scale * (score - origin), or softcap * tanh(scale / softcap * score) - origin
 // where softcap > 0; the log share is x - shift.
 struct LogShare {
@@ -122,8 +133,10 @@ struct ScanKernels {
   void (*dots)(const DotsRun& run);
   // The largest of count >= 1 values.
   float (*max_of)(const float* values, size_t count);
-  // sum_t exp(x(scores[t])), shift not used.
-  double (*sum_exp)(const float* scores, size_t count, const LogShare& log_share);
+  // sum_t exp(x(scores[t])), shift not used; terms [count] are those exponentials, or null.
+  double (*sum_exp)(const float* scores, size_t count, const LogShare& log_share, float* terms);
+  // sums[h, i] += sum_t weights[h, t] * rows[t, i].
+  void (*add_weighted)(const WeightedRowsRun& run);
   void (*group_ranks)(const GroupRankRun& run);
   // Indices [0, count) of values > threshold, and of the first `ties` values == threshold, ascending; returns how many.
   // `indices` has room for count entries.

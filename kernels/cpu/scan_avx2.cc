@@ -410,6 +410,49 @@ void Dots(const DotsRun& run) {
   if (token < run.tokens) DotsRow<1>(run, token);
 }
 
+// ---- Weighted sums -------------------------------------------------------------------------------------------------
+
+// C registers of dimensions by H heads, so that a load and a weight serve several products.
+template <int C, int H>
+void WeightedTile(const WeightedRowsRun& run, uint32_t head, uint32_t dim) {
+  const float* rows = run.rows + dim;
+  const float* weights = run.weights + head * run.weight_stride;
+  float* sums = run.sums + size_t{head} * run.padded_dim + dim;
+  __m256 tile[C][H];
+  for (int c = 0; c < C; ++c) {
+    for (int h = 0; h < H; ++h) tile[c][h] = _mm256_loadu_ps(sums + size_t{run.padded_dim} * h + 8 * c);
+  }
+  for (uint32_t t = 0; t < run.tokens; ++t) {
+    __m256 row[C];
+    for (int c = 0; c < C; ++c) row[c] = _mm256_loadu_ps(rows + size_t{run.padded_dim} * t + 8 * c);
+    for (int h = 0; h < H; ++h) {
+      const __m256 weight = _mm256_set1_ps(weights[run.weight_stride * h + t]);
+      for (int c = 0; c < C; ++c) tile[c][h] = _mm256_fmadd_ps(row[c], weight, tile[c][h]);
+    }
+  }
+  for (int c = 0; c < C; ++c) {
+    for (int h = 0; h < H; ++h) _mm256_storeu_ps(sums + size_t{run.padded_dim} * h + 8 * c, tile[c][h]);
+  }
+}
+
+template <int H>
+void WeightedHeads(const WeightedRowsRun& run, uint32_t head) {
+  for (uint32_t dim = 0; dim < run.padded_dim; dim += 16) WeightedTile<2, H>(run, head, dim);
+}
+
+void AddWeighted(const WeightedRowsRun& run) {
+  uint32_t head = 0;
+  for (; head + 4 <= run.heads; head += 4) WeightedHeads<4>(run, head);
+  switch (run.heads - head) {
+    case 3:
+      return WeightedHeads<3>(run, head);
+    case 2:
+      return WeightedHeads<2>(run, head);
+    case 1:
+      return WeightedHeads<1>(run, head);
+  }
+}
+
 }  // namespace
 
 const ScanKernels& Avx2ScanKernels() {
@@ -421,6 +464,7 @@ const ScanKernels& Avx2ScanKernels() {
       .dots = Dots,
       .max_of = MaxOf,
       .sum_exp = SumExp,
+      .add_weighted = AddWeighted,
       .group_ranks = GroupRanks,
       .take_above = TakeAbove,
       .take_between = TakeBetween,

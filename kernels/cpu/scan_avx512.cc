@@ -292,6 +292,51 @@ void Dots(const DotsRun& run) {
   for (; token < run.tokens; ++token) DotsRow<1>(run, token);
 }
 
+// ---- Weighted sums -------------------------------------------------------------------------------------------------
+
+// C registers of dimensions by H heads, so that a load and a weight serve several products.
+template <int C, int H>
+void WeightedTile(const WeightedRowsRun& run, uint32_t head, uint32_t dim) {
+  const float* rows = run.rows + dim;
+  const float* weights = run.weights + head * run.weight_stride;
+  float* sums = run.sums + size_t{head} * run.padded_dim + dim;
+  __m512 tile[C][H];
+  for (int c = 0; c < C; ++c) {
+    for (int h = 0; h < H; ++h) tile[c][h] = _mm512_loadu_ps(sums + size_t{run.padded_dim} * h + 16 * c);
+  }
+  for (uint32_t t = 0; t < run.tokens; ++t) {
+    __m512 row[C];
+    for (int c = 0; c < C; ++c) row[c] = _mm512_loadu_ps(rows + size_t{run.padded_dim} * t + 16 * c);
+    for (int h = 0; h < H; ++h) {
+      const __m512 weight = _mm512_set1_ps(weights[run.weight_stride * h + t]);
+      for (int c = 0; c < C; ++c) tile[c][h] = _mm512_fmadd_ps(row[c], weight, tile[c][h]);
+    }
+  }
+  for (int c = 0; c < C; ++c) {
+    for (int h = 0; h < H; ++h) _mm512_storeu_ps(sums + size_t{run.padded_dim} * h + 16 * c, tile[c][h]);
+  }
+}
+
+template <int H>
+void WeightedHeads(const WeightedRowsRun& run, uint32_t head) {
+  uint32_t dim = 0;
+  for (; dim + 64 <= run.padded_dim; dim += 64) WeightedTile<4, H>(run, head, dim);
+  for (; dim < run.padded_dim; dim += 16) WeightedTile<1, H>(run, head, dim);
+}
+
+void AddWeighted(const WeightedRowsRun& run) {
+  uint32_t head = 0;
+  for (; head + 4 <= run.heads; head += 4) WeightedHeads<4>(run, head);
+  switch (run.heads - head) {
+    case 3:
+      return WeightedHeads<3>(run, head);
+    case 2:
+      return WeightedHeads<2>(run, head);
+    case 1:
+      return WeightedHeads<1>(run, head);
+  }
+}
+
 }  // namespace
 
 const ScanKernels& Avx512ScanKernels() {
@@ -303,6 +348,7 @@ const ScanKernels& Avx512ScanKernels() {
       .dots = Dots,
       .max_of = MaxOf,
       .sum_exp = SumExp,
+      .add_weighted = AddWeighted,
       .group_ranks = GroupRanks,
       .take_above = TakeAbove,
       .take_between = TakeBetween,

@@ -103,10 +103,25 @@ float Exponent(float score, const LogShare& log_share) {
   return log_share.scale * (score - log_share.origin);
 }
 
-double SumExp(const float* scores, size_t count, const LogShare& log_share) {
+double SumExp(const float* scores, size_t count, const LogShare& log_share, float* terms) {
   double sum = 0;
-  for (size_t t = 0; t < count; ++t) sum += std::exp(Exponent(scores[t], log_share));
+  for (size_t t = 0; t < count; ++t) {
+    const float term = std::exp(Exponent(scores[t], log_share));
+    if (terms != nullptr) terms[t] = term;
+    sum += term;
+  }
   return sum;
+}
+
+void AddWeighted(const WeightedRowsRun& run) {
+  for (uint32_t t = 0; t < run.tokens; ++t) {
+    const float* row = run.rows + size_t{t} * run.padded_dim;
+    for (uint32_t h = 0; h < run.heads; ++h) {
+      const float weight = run.weights[h * run.weight_stride + t];
+      float* sums = run.sums + size_t{h} * run.padded_dim;
+      for (uint32_t i = 0; i < run.padded_dim; ++i) sums[i] += weight * row[i];
+    }
+  }
 }
 
 void GroupRanks(const GroupRankRun& run) {
@@ -155,6 +170,7 @@ const ScanKernels& PortableScanKernels() {
       .dots = Dots,
       .max_of = MaxOf,
       .sum_exp = SumExp,
+      .add_weighted = AddWeighted,
       .group_ranks = GroupRanks,
       .take_above = TakeAbove,
       .take_between = TakeBetween,

@@ -108,7 +108,7 @@ const char* CompareRows(const RowKernels& tested, const RowKernels& reference) {
 }
 
 struct ScanResults {
-  std::vector<float> estimates, decoded, floats, dots, ranks, max;
+  std::vector<float> estimates, decoded, floats, dots, weighted, ranks, max, terms;
   std::vector<double> sums;
   std::vector<int32_t> refined;
   std::vector<uint32_t> taken;
@@ -183,12 +183,24 @@ ScanResults RunScan(const ScanKernels& scan, uint32_t dim) {
              .padded_dim = padded,
              .dots = out.dots.data(),
              .stride = kTokens});
+  out.weighted = Numbers(size_t{kHeads} * padded, 11);
+  scan.add_weighted({.rows = keys.data(),
+                     .weights = out.dots.data(),
+                     .weight_stride = kTokens,
+                     .tokens = kTokens,
+                     .heads = kHeads,
+                     .padded_dim = padded,
+                     .sums = out.weighted.data()});
   const std::vector<float> scores = Numbers(size_t{kHeads} * kTokens, 10);
   out.max = {scan.max_of(scores.data(), scores.size())};
   const std::vector<LogShare> shares = {{.scale = 3, .origin = 1, .shift = 2},
                                         {.scale = 0.5f, .softcap = 4, .origin = 0.2f, .shift = 1},
                                         {.scale = 1, .origin = 0.9f, .shift = 0}};
-  for (const LogShare& share : shares) out.sums.push_back(scan.sum_exp(scores.data(), kTokens, share));
+  for (const LogShare& share : shares) {
+    std::vector<float> terms(kTokens);
+    out.sums.push_back(scan.sum_exp(scores.data(), kTokens, share, terms.data()));
+    out.terms.insert(out.terms.end(), terms.begin(), terms.end());
+  }
   for (bool sum : {true, false}) {
     std::vector<float> ranks(kTokens);
     scan.group_ranks({.scores = scores.data(),
@@ -214,7 +226,9 @@ const char* CompareScan(const ScanKernels& tested, const ScanKernels& reference)
     if (!SameBits(a.decoded, b.decoded)) return "decode_coded";
     if (!SameBits(a.floats, b.floats)) return "decode_float";
     if (!IsClose(a.dots, b.dots)) return "dots";
+    if (!IsClose(a.weighted, b.weighted)) return "add_weighted";
     if (!SameBits(a.max, b.max)) return "max_of";
+    if (!IsClose(a.terms, b.terms)) return "sum_exp";
     for (size_t i = 0; i < a.sums.size(); ++i) {
       if (!(std::fabs(a.sums[i] - b.sums[i]) <= 1e-4 * b.sums[i])) return "sum_exp";
     }

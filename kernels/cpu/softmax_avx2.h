@@ -109,8 +109,12 @@ float MaxOf(const float* values, size_t count) {
 }
 
 // Sums of four terms, added up in float64: a million terms lose nothing.
-double SumExp(const float* scores, size_t count, const LogShare& log_share) {
-  const auto term = [&](size_t at) { return Exp(Exponent(_mm256_loadu_ps(scores + at), log_share)); };
+double SumExp(const float* scores, size_t count, const LogShare& log_share, float* terms) {
+  const auto term = [&](size_t at) {
+    const __m256 eight = Exp(Exponent(_mm256_loadu_ps(scores + at), log_share));
+    if (terms != nullptr) _mm256_storeu_ps(terms + at, eight);
+    return eight;
+  };
   __m256d low = _mm256_setzero_pd(), high = _mm256_setzero_pd();
   const auto add = [&](__m256 x) {
     low = _mm256_add_pd(low, _mm256_cvtps_pd(_mm256_castps256_ps128(x)));
@@ -127,6 +131,7 @@ double SumExp(const float* scores, size_t count, const LogShare& log_share) {
   if (t == count) return sum;
   float lanes[8];
   _mm256_storeu_ps(lanes, Exp(Exponent(LoadUpTo8(scores + t, count - t, 0), log_share)));
+  if (terms != nullptr) std::memcpy(terms + t, lanes, (count - t) * sizeof(float));
   for (size_t i = 0; i < count - t; ++i) sum += lanes[i];
   return sum;
 }

@@ -104,10 +104,12 @@ float MaxOf(const float* values, size_t count) {
 }
 
 // Sums of two terms, added up in float64: a million terms lose nothing.
-double SumExp(const float* scores, size_t count, const LogShare& log_share) {
+double SumExp(const float* scores, size_t count, const LogShare& log_share, float* terms) {
   const auto term = [&](size_t at) {
     const __mmask16 lanes = at < count ? FirstLanes(count - at) : __mmask16{0};
-    return _mm512_maskz_mov_ps(lanes, Exp(Exponent(_mm512_maskz_loadu_ps(lanes, scores + at), log_share)));
+    const __m512 sixteen = Exp(Exponent(_mm512_maskz_loadu_ps(lanes, scores + at), log_share));
+    if (terms != nullptr && lanes != 0) _mm512_mask_storeu_ps(terms + at, lanes, sixteen);
+    return _mm512_maskz_mov_ps(lanes, sixteen);
   };
   __m512d low = _mm512_setzero_pd(), high = _mm512_setzero_pd();
   for (size_t t = 0; t < count; t += 32) {

@@ -45,11 +45,6 @@ bool CutBySample(const CpuKernels& kernels, std::span<const float> values, size_
   return true;
 }
 
-float Logit(float score, const SoftmaxParams& softmax) {
-  const float logit = softmax.scale * score;
-  return softmax.softcap > 0 ? softmax.softcap * std::tanh(softmax.scale / softmax.softcap * score) : logit;
-}
-
 }  // namespace
 
 TopKCut FindTopKCut(const CpuKernels& kernels, std::span<const float> values, size_t k, float* workspace) {
@@ -74,19 +69,27 @@ size_t TakeTopK(const CpuKernels& kernels, std::span<const float> values, size_t
   return kernels.scan->take_above(values.data(), values.size(), cut.threshold, cut.ties, indices);
 }
 
+LogShare FitOrigin(const CpuKernels& kernels, std::span<const float> scores, const SoftmaxParams& softmax) {
+  const float max_score = kernels.scan->max_of(scores.data(), scores.size());
+  const float scale = softmax.scale, softcap = softmax.softcap;
+  return {.scale = scale,
+          .softcap = softcap,
+          .origin = softcap > 0 ? softcap * std::tanh(scale / softcap * max_score) : max_score,
+          .shift = 0};
+}
+
+double MaxLogit(const LogShare& log_share) {
+  return log_share.softcap > 0 ? double{log_share.origin} : double{log_share.scale} * log_share.origin;
+}
+
 void FitLogShares(const CpuKernels& kernels, const GroupScores& group, const SoftmaxParams& softmax,
                   LogShare* log_share) {
   for (uint32_t r = 0; r < group.heads; ++r) {
     const float* scores = group.scores + r * group.stride;
-    const float max_score = kernels.scan->max_of(scores, group.count);
-    const float max_logit = Logit(max_score, softmax);
-    log_share[r] = {.scale = softmax.scale,
-                    .softcap = softmax.softcap,
-                    .origin = softmax.softcap > 0 ? max_logit : max_score,
-                    .shift = 0};
-    double shift = std::log(kernels.scan->sum_exp(scores, group.count, log_share[r]));
+    log_share[r] = FitOrigin(kernels, {scores, group.count}, softmax);
+    double shift = std::log(kernels.scan->sum_exp(scores, group.count, log_share[r], nullptr));
     if (softmax.sink_logits != nullptr) {
-      const double sink = double{softmax.sink_logits[r]} - max_logit;
+      const double sink = double{softmax.sink_logits[r]} - MaxLogit(log_share[r]);
       shift = std::max(shift, sink) + std::log1p(std::exp(-std::abs(shift - sink)));
     }
     log_share[r].shift = static_cast<float>(shift);

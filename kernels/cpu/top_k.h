@@ -35,6 +35,12 @@ struct GroupScores {
   size_t count = 0;
 };
 
+// A head's log shares before their shift: x of `scores` is at most 0, but for rounding. REQUIRES: scores not empty.
+LogShare FitOrigin(const CpuKernels& kernels, std::span<const float> scores, const SoftmaxParams& softmax);
+
+// The logit whose x is 0.
+double MaxLogit(const LogShare& log_share);
+
 // log_share [heads], with which each head's log share of the softmax over all `count` tokens (and its sink) is formed.
 // REQUIRES: count >= 1.
 void FitLogShares(const CpuKernels& kernels, const GroupScores& group, const SoftmaxParams& softmax,

@@ -38,26 +38,6 @@ void ExpectRow(std::span<const std::byte> actual, const oracle::Row& expected, D
 
 class GatherRowsConformance : public OpConformance {
  protected:
-  // StoredHead leaves values as poison, so random codes with scales within bounds, or random floats, go there.
-  static void FillValues(const StoredHead& head, uint64_t salt) {
-    const HeadView view = head.view();
-    std::mt19937_64 random = MakeRandom(salt);
-    for (uint32_t t = 0; t < view.length; ++t) {
-      std::byte* row = view.pages[t / kPageTokens] + view.layout.values_offset +
-                       size_t{t % kPageTokens} * view.layout.value_row_bytes;
-      if (!KeysAreCoded(view.layout.format)) {
-        const auto bytes = ToBytes(RandomFloats(view.layout.value_dim, salt + t), FloatType(view.layout.format));
-        std::memcpy(row, bytes.data(), bytes.size());
-        continue;
-      }
-      for (uint32_t i = 0; i < view.layout.value_row_bytes; ++i) row[i] = static_cast<std::byte>(random());
-      for (uint32_t group = 0; group * kValueGroup < view.layout.value_dim; ++group) {
-        const uint16_t header[] = {static_cast<uint16_t>(random() % 0x3400),
-                                   static_cast<uint16_t>(random() % 0x3c00 | (random() % 2) << 15)};
-        std::memcpy(row + 4 * group, header, 4);
-      }
-    }
-  }
   void Check(const StoredHead& head, RowFormat row_format, const std::vector<uint32_t>& tokens, uint32_t count) {
     const HeadView view = head.view();
     const oracle::Codec codec = oracle::CodecOf(view);

@@ -121,6 +121,26 @@ std::vector<uint32_t> StoredHead::CodesAt(uint32_t token, uint32_t planes) const
   return oracle::Codes(oracle::KeyRowAt(view(), token), options_.head_dim, planes);
 }
 
+void FillValues(const StoredHead& head, uint64_t salt) {
+  const HeadView view = head.view();
+  std::mt19937_64 random = MakeRandom(salt);
+  for (uint32_t t = 0; t < view.length; ++t) {
+    std::byte* row =
+        view.pages[t / kPageTokens] + view.layout.values_offset + size_t{t % kPageTokens} * view.layout.value_row_bytes;
+    if (!KeysAreCoded(view.layout.format)) {
+      const auto bytes = ToBytes(RandomFloats(view.layout.value_dim, salt + t), FloatType(view.layout.format));
+      std::memcpy(row, bytes.data(), bytes.size());
+      continue;
+    }
+    for (uint32_t i = 0; i < view.layout.value_row_bytes; ++i) row[i] = static_cast<std::byte>(random());
+    for (uint32_t group = 0; group * kValueGroup < view.layout.value_dim; ++group) {
+      const uint16_t header[] = {static_cast<uint16_t>(random() % 0x3400),
+                                 static_cast<uint16_t>(random() % 0x3c00 | (random() % 2) << 15)};
+      std::memcpy(row + 4 * group, header, 4);
+    }
+  }
+}
+
 QueryHeads::QueryHeads(const StoredHead& head, std::vector<float> plain)
     : head_dim_(head.options().head_dim),
       heads_(static_cast<uint32_t>(plain.size() / head.options().head_dim)),

@@ -88,6 +88,9 @@ class StoredHead {
   oracle::Matrix keys_;
 };
 
+// StoredHead leaves values as poison: random codes with scales within bounds, or random floats, go there.
+void FillValues(const StoredHead& head, uint64_t salt);
+
 // A query with everything that PrepareQueries would add, by the definitions of ops.h.
 class QueryHeads {
  public:

@@ -41,26 +41,70 @@ TEST_P(ScanKernelsTest, SumsOfExponentialsKeepTheirError) {
     const std::vector<float> scores = RandomFloats(count, count);
     for (const float scale : {0.001f, 1.0f, 30.0f}) {
       const LogShare log_share = {.scale = scale, .origin = *std::max_element(scores.begin(), scores.end())};
-      double expected = 0;
-      for (const float score : scores) expected += std::exp(double{scale} * (score - log_share.origin));
       // The exponent is rounded to float32 before its exponential is taken.
-      const double bound = expected * (4e-7 + std::ldexp(scale * 8, -23));
-      EXPECT_TRUE(IsWithin(scan().sum_exp(scores.data(), count, log_share), expected, bound)) << count;
+      const double bound = 4e-7 + std::ldexp(scale * 8, -23);
+      GuardedArray<float> terms(count, 4);
+      const double sum = scan().sum_exp(scores.data(), count, log_share, terms.data());
+      double expected = 0;
+      for (size_t t = 0; t < count; ++t) {
+        const double term = std::exp(double{scale} * (scores[t] - log_share.origin));
+        ASSERT_TRUE(IsWithin(terms[t], term, bound * term + 1e-37)) << t << " of " << count;
+        expected += term;
+      }
+      EXPECT_TRUE(IsWithin(sum, expected, bound * expected)) << count;
+      EXPECT_EQ(scan().sum_exp(scores.data(), count, log_share, nullptr), sum) << count;
+      EXPECT_TRUE(terms.IsUntouchedFrom(count));
     }
   }
 }
 
 TEST_P(ScanKernelsTest, AMillionEqualTermsLoseNothing) {
   const std::vector<float> scores(1000001, 2.5f);
-  EXPECT_TRUE(IsWithin(scan().sum_exp(scores.data(), scores.size(), {.scale = 1, .origin = 2.5f}), 1000001, 1e-3));
-  const double expected = 1000001 * std::exp(-3.0);
   EXPECT_TRUE(
-      IsWithin(scan().sum_exp(scores.data(), scores.size(), {.scale = 2, .origin = 4}), expected, expected * 6e-7));
+      IsWithin(scan().sum_exp(scores.data(), scores.size(), {.scale = 1, .origin = 2.5f}, nullptr), 1000001, 1e-3));
+  const double expected = 1000001 * std::exp(-3.0);
+  EXPECT_TRUE(IsWithin(scan().sum_exp(scores.data(), scores.size(), {.scale = 2, .origin = 4}, nullptr), expected,
+                       expected * 6e-7));
+}
+
+TEST_P(ScanKernelsTest, WeightedRowsAreAddedToWhatIsThere) {
+  for (const uint32_t dim : {16u, 32u, 48u, 64u, 80u, 128u, 240u, 256u}) {
+    for (const uint32_t heads : {1u, 2u, 3u, 4u, 5u, 7u, 8u, 16u}) {
+      for (const uint32_t tokens : {0u, 1u, 2u, 15u, 16u}) {
+        const std::vector<float> rows = RandomFloats(size_t{tokens} * dim, dim + tokens);
+        const uint32_t stride = tokens + 3;
+        const std::vector<float> weights = RandomFloats(size_t{heads} * stride, heads);
+        const std::vector<float> before = RandomFloats(size_t{heads} * dim, 9);
+        GuardedArray<float> sums(size_t{heads} * dim, 4);
+        std::copy(before.begin(), before.end(), sums.data());
+        scan().add_weighted({.rows = rows.data(),
+                             .weights = weights.data(),
+                             .weight_stride = stride,
+                             .tokens = tokens,
+                             .heads = heads,
+                             .padded_dim = dim,
+                             .sums = sums.data()});
+        EXPECT_TRUE(sums.IsUntouchedFrom(sums.size()));
+        for (uint32_t h = 0; h < heads; ++h) {
+          for (uint32_t i = 0; i < dim; ++i) {
+            double expected = before[h * dim + i], magnitude = std::abs(expected);
+            for (uint32_t t = 0; t < tokens; ++t) {
+              const double product = double{weights[h * stride + t]} * rows[t * dim + i];
+              expected += product;
+              magnitude += std::abs(product);
+            }
+            ASSERT_TRUE(IsWithin(sums[h * dim + i], expected, magnitude * std::ldexp(tokens + 1, -24)))
+                << dim << " dimensions, " << heads << " heads, " << tokens << " tokens";
+          }
+        }
+      }
+    }
+  }
 }
 
 TEST_P(ScanKernelsTest, ExponentialsFarBelowOneVanish) {
   for (const float score : {-88.0f, -104.0f, -1e4f, -1e36f}) {
-    EXPECT_LT(scan().sum_exp(&score, 1, {.scale = 1}), 1e-37) << score;
+    EXPECT_LT(scan().sum_exp(&score, 1, {.scale = 1}, nullptr), 1e-37) << score;
   }
 }
 

@@ -127,6 +127,8 @@ std::vector<const void*> PointersOf(const Item& item) {
     return {item.query.plain, item.centroids, item.selected};
   } else if constexpr (std::is_same_v<Item, MergeCandidatesItem>) {
     return {item.lists, item.list_counts, item.selected, item.tokens, item.count, item.workspace};
+  } else if constexpr (std::is_same_v<Item, AttendItem>) {
+    return {item.tokens, item.count, item.scores, item.softmax.sink_logits, item.output, item.log_sum_exp};
   } else {
     static_assert(std::is_same_v<Item, GatherRowsItem>, "an operation without a list of its arrays");
     return {item.tokens, item.count, item.keys, item.values, item.overflow};
@@ -238,6 +240,9 @@ absl::Status FakeBackend::MergeCandidates(Stream& stream, std::span<const MergeC
 }
 absl::Status FakeBackend::GatherRows(Stream& stream, std::span<const GatherRowsItem> items) {
   return Operate(stream, "GatherRows", items, &Backend::GatherRows);
+}
+absl::Status FakeBackend::Attend(Stream& stream, std::span<const AttendItem> items) {
+  return Operate(stream, "Attend", items, &Backend::Attend);
 }
 
 }  // namespace ctkvr::testing

@@ -65,6 +65,7 @@ class FakeBackend final : public Backend {
   absl::Status SelectLists(Stream& stream, std::span<const SelectListsItem> items) override;
   absl::Status MergeCandidates(Stream& stream, std::span<const MergeCandidatesItem> items) override;
   absl::Status GatherRows(Stream& stream, std::span<const GatherRowsItem> items) override;
+  absl::Status Attend(Stream& stream, std::span<const AttendItem> items) override;
 
  private:
   class FakeStream;

@@ -324,6 +324,41 @@ Row GroupRanks(const Matrix& log_shares, GroupReduction reduction) {
   return ranks;
 }
 
+Attention Attend(const Matrix& scores, const Matrix& values, const Softmax& softmax, size_t value_dim) {
+  Attention attention;
+  for (const Row& logits : Logits(scores, softmax)) {
+    double max = -Infinity(), sum = 0;
+    for (const double logit : logits) max = std::max(max, logit);
+    Row output(value_dim, 0.0);
+    for (size_t t = 0; t < logits.size(); ++t) {
+      const double weight = std::exp(logits[t] - max);
+      sum += weight;
+      for (size_t i = 0; i < value_dim; ++i) output[i] += weight * values[t][i];
+    }
+    for (double& element : output) element /= logits.empty() ? 1 : sum;
+    attention.output.push_back(output);
+    attention.log_sum_exp.push_back(logits.empty() ? -Infinity() : max + std::log(sum));
+  }
+  return attention;
+}
+
+Attention Merge(const std::vector<Attention>& parts) {
+  Attention merged = parts.front();
+  for (size_t r = 0; r < merged.log_sum_exp.size(); ++r) {
+    double max = -Infinity(), sum = 0;
+    for (const Attention& part : parts) max = std::max(max, part.log_sum_exp[r]);
+    std::fill(merged.output[r].begin(), merged.output[r].end(), 0.0);
+    if (max == -Infinity()) continue;
+    for (const Attention& part : parts) sum += std::exp(part.log_sum_exp[r] - max);
+    for (const Attention& part : parts) {
+      const double share = std::exp(part.log_sum_exp[r] - max) / sum;
+      for (size_t i = 0; i < merged.output[r].size(); ++i) merged.output[r][i] += share * part.output[r][i];
+    }
+    merged.log_sum_exp[r] = max + std::log(sum);
+  }
+  return merged;
+}
+
 Row MeanShares(const Matrix& log_shares) {
   Row shares;
   for (size_t t = 0; !log_shares.empty() && t < log_shares[0].size(); ++t) {

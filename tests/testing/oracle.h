@@ -84,6 +84,18 @@ Row GroupRanks(const Matrix& log_shares, GroupReduction reduction);
 // Mean over the heads of the shares.
 Row MeanShares(const Matrix& log_shares);
 
+// ---- Attention -----------------------------------------------------------------------------------------------------
+
+// One part of an attention. Empty: zeros, and -infinity.
+struct Attention {
+  Matrix output;    // [R][value_dim]
+  Row log_sum_exp;  // [R], natural
+};
+// Over tokens with these scores [R][tokens] and values [tokens][value_dim]; the sink logits have no part in it.
+Attention Attend(const Matrix& scores, const Matrix& values, const Softmax& softmax, size_t value_dim);
+// Disjoint parts as one.
+Attention Merge(const std::vector<Attention>& parts);
+
 // ---- Selection -----------------------------------------------------------------------------------------------------
 
 // Indices of the best min(k, values) values, best first; equal values prefer the lower index.

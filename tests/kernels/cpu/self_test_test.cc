@@ -91,10 +91,22 @@ TEST(SelfTestTest, ABrokenScanLoopIsNamed) {
   };
   ExpectRefused(rows, scan, "dots");
   scan = PortableScanKernels();
-  scan.sum_exp = [](const float* scores, size_t count, const LogShare& log_share) {
-    return PortableScanKernels().sum_exp(scores, count - 1, log_share);
+  scan.sum_exp = [](const float* scores, size_t count, const LogShare& log_share, float* terms) {
+    return PortableScanKernels().sum_exp(scores, count - 1, log_share, terms);
   };
   ExpectRefused(rows, scan, "sum_exp");
+  scan.sum_exp = [](const float* scores, size_t count, const LogShare& log_share, float* terms) {
+    const double sum = PortableScanKernels().sum_exp(scores, count, log_share, terms);
+    if (terms != nullptr) terms[count - 1] *= 1.01f;
+    return sum;
+  };
+  ExpectRefused(rows, scan, "sum_exp");
+  scan = PortableScanKernels();
+  scan.add_weighted = [](const WeightedRowsRun& run) {
+    PortableScanKernels().add_weighted(run);
+    run.sums[run.heads * run.padded_dim - 1] += 0.01f;
+  };
+  ExpectRefused(rows, scan, "add_weighted");
 }
 
 }  // namespace
