@@ -105,7 +105,16 @@ PositionPlan PlanPosition(const Layer& layer, const Selection& selection, const 
   return plan;
 }
 
+absl::Status CheckAnswerForm(const Query& query) {
+  if (query.answer.mode != AnswerMode::kAttention || query.answer.row_format != RowFormat::kStorage) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError("row_format is storage; a partial attention comes as f32, f16 or bf16");
+}
+
+// A partial attention has no limit to meet: at most 2^6 positions of 2^8 heads of 2^10 bytes, however many tokens.
 absl::Status CheckAnswerBytes(const Layer& layer, const Query& query, const QueryPlan& plan) {
+  if (query.answer.mode == AnswerMode::kAttention) return absl::OkStatus();
   const RowBytes row = AnswerRowBytes(layer, query.answer);
   uint64_t token_bytes = sizeof(uint32_t);
   if (query.answer.mode != AnswerMode::kIds) token_bytes += sizeof(float) * plan.set_heads;
@@ -137,6 +146,7 @@ absl::Status CheckAfterIndex(const Layer& layer, const Query& query, const Query
 
 absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query) {
   CTKVR_RETURN_IF_ERROR(CheckShapes(layer, query));
+  CTKVR_RETURN_IF_ERROR(CheckAnswerForm(query));
   const LayerConfig& config = layer.config();
   QueryPlan plan;
   plan.used = Resolve(config.selection, query.selection);
@@ -160,8 +170,12 @@ RowBytes AnswerRowBytes(const Layer& layer, const AnswerOptions& answer) {
   if (answer.row_format == RowFormat::kStorage) {
     return {.key = layer.storage_key_bytes(), .value = layer.storage_value_bytes()};
   }
-  const uint32_t element = answer.row_format == RowFormat::kF32 ? 4 : 2;
+  const auto element = static_cast<uint32_t>(DTypeBytes(RowElement(answer.row_format)));
   return {.key = layer.config().head_dim * element, .value = layer.config().value_dim * element};
+}
+
+DType RowElement(RowFormat format) {
+  return format == RowFormat::kF32 ? DType::kF32 : format == RowFormat::kF16 ? DType::kF16 : DType::kBF16;
 }
 
 Source PathSource(Path path) {

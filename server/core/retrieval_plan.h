@@ -57,6 +57,9 @@ struct RowBytes {
 };
 RowBytes AnswerRowBytes(const Layer& layer, const AnswerOptions& answer);
 
+// The element type of rows that are not in storage form. REQUIRES: format is not kStorage.
+DType RowElement(RowFormat format);
+
 // What served, as answers report it.
 Source PathSource(Path path);
 

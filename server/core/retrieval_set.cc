@@ -36,6 +36,7 @@ class SetBuilder {
     }
     if (set_.selects()) BuildSelect();
     if (item_.wants_rows()) BuildGather();
+    if (item_.wants_attention()) BuildAttend();
   }
 
  private:
@@ -192,7 +193,7 @@ class SetBuilder {
     if (used.min_score.has_value()) set_.select.min_score = *used.min_score;
     set_.select.min_share = used.min_share;
     set_.select.top_p = used.top_p;
-    if (!item_.wants_scores()) return;
+    if (!set_.keeps_scores()) return;
     set_.select.chosen_scores = memory_.Take<float>(heads_ * set_.select.chosen_stride);
   }
 
@@ -217,6 +218,24 @@ class SetBuilder {
     set_.gather.overflow = memory_.Take<uint64_t>(1);
   }
 
+  void BuildAttend() {
+    const LayerConfig& config = layer_.config();
+    const bool selects = set_.selects();
+    set_.attend = {.view = view_,
+                   .heads = heads_,
+                   .tokens = selects ? set_.select.chosen : nullptr,
+                   .begin = set_.plan->begin,
+                   .count = selects ? set_.select.chosen_count : visible_,
+                   .count_max = selects ? static_cast<uint32_t>(set_.select.chosen_stride) : set_.visible,
+                   .scores = selects ? set_.select.chosen_scores : set_.score.scores,
+                   .stride = selects ? set_.select.chosen_stride : set_.score.stride,
+                   .softmax = {.scale = config.softmax.scale, .softcap = config.softmax.softcap}};
+    const size_t elements = size_t{heads_} * config.value_dim;
+    const bool in_place = memory_.shares_host_memory();
+    set_.attend.output = in_place ? AttentionOutput(set_) : memory_.Take<float>(elements);
+    set_.attend.log_sum_exp = in_place ? AttentionLogSumExp(set_) : memory_.Take<float>(heads_);
+  }
+
   BatchMemory& memory_;
   RetrievalSet& set_;
   RetrievalItem& item_;
@@ -230,6 +249,18 @@ class SetBuilder {
 };
 
 }  // namespace
+
+float* AttentionOutput(const RetrievalSet& set) {
+  PartialAttention& attention = *set.item->answer.attention;
+  const size_t row = size_t{set.position} * attention.q_heads + set.first_q_head;
+  return reinterpret_cast<float*>(attention.output.data()) + row * attention.value_dim;
+}
+
+float* AttentionLogSumExp(const RetrievalSet& set) {
+  PartialAttention& attention = *set.item->answer.attention;
+  const size_t row = size_t{set.position} * attention.q_heads + set.first_q_head;
+  return reinterpret_cast<float*>(attention.log_sum_exp.data()) + row;
+}
 
 void BuildSet(BatchMemory& memory, RetrievalSet& set) { SetBuilder(memory, set).Build(); }
 

@@ -32,8 +32,11 @@ struct RetrievalItem {
   size_t new_scores = 0;
 
   const AnswerOptions& options() const { return query->answer; }
-  bool wants_scores() const { return options().mode != AnswerMode::kIds; }
+  // What the answer carries.
+  bool wants_ids() const { return options().mode != AnswerMode::kAttention; }
+  bool wants_scores() const { return options().mode == AnswerMode::kScores || wants_rows(); }
   bool wants_rows() const { return options().mode == AnswerMode::kRows; }
+  bool wants_attention() const { return options().mode == AnswerMode::kAttention; }
 };
 
 // One set at work: its operations, and what they leave for the host. Stays where it is until its round is over.
@@ -55,6 +58,7 @@ struct RetrievalSet {
   ScoreTokensItem score;
   SelectTokensItem select;
   GatherRowsItem gather;
+  AttendItem attend;
 
   // Host side of what the device reads and writes.
   uint32_t visible = 0;
@@ -65,13 +69,19 @@ struct RetrievalSet {
   std::vector<uint32_t> selected_lists;
 
   bool is(Path path) const { return plan->path == path; }
-  bool scores() const { return !is(Path::kDense) || item->wants_scores(); }
+  bool keeps_scores() const { return item->wants_scores() || item->wants_attention(); }
+  bool scores() const { return !is(Path::kDense) || keeps_scores(); }
   bool selects() const { return !is(Path::kDense); }
 };
 
 // Stages inputs, takes arrays and fills in the set's operations. What does not fit shows in memory.exhausted(); the set
 // must then stay alive until the device is done with what was staged.
 void BuildSet(BatchMemory& memory, RetrievalSet& set);
+
+// Where the set's part of the answer's attention lies: output [R, value_dim] and log_sum_exp [R], float32 until the
+// retrieval ends. REQUIRES: item->wants_attention().
+float* AttentionOutput(const RetrievalSet& set);
+float* AttentionLogSumExp(const RetrievalSet& set);
 
 // Bytes of planes, scales, keys, lists and centroids that choosing read, whole elements. REQUIRES: counts have arrived.
 uint64_t BytesRead(const RetrievalSet& set);

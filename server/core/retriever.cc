@@ -2,8 +2,11 @@
 
 #include "server/core/retriever.h"
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <deque>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <string>
@@ -31,6 +34,13 @@ const char* RowFormatName(RowFormat format) {
       return "storage";
   }
   return "?";
+}
+
+absl::Status OverflowError(RowFormat format, uint64_t overflow, const char* what) {
+  return MakeError(absl::StatusCode::kFailedPrecondition,
+                   absl::StrCat("row_format is ", RowFormatName(format), "; ", overflow, " elements of the ", what,
+                                " do not fit it"),
+                   kReasonRowOverflow);
 }
 
 // Where bytes of a string begin, as elements of T.
@@ -157,18 +167,23 @@ class Rounds {
     }
   }
 
-  // Ids, scores and rows into the answers.
+  // Ids, scores, rows and attention into the answers.
   absl::Status Answer() {
     const TimePoint start = clock_.Now();
     MakeRoom();
     std::vector<GatherRowsItem> gathers;
     std::vector<std::pair<std::byte*, std::byte*>> rows;  // where each gather's keys and values end
+    std::vector<AttendItem> attends;
     for (const auto& set : sets_) {
-      if (set->item->status.ok() && set->chosen > 0) Fill(*set, gathers, rows);
+      if (!set->item->status.ok() || set->chosen == 0) continue;
+      Fill(*set, gathers, rows);
+      if (set->item->wants_attention()) attends.push_back(set->attend);
     }
     CTKVR_RETURN_IF_ERROR(memory_.status());
     if (!gathers.empty()) CTKVR_RETURN_IF_ERROR(device_.backend.GatherRows(device_.stream, gathers));
+    if (!attends.empty()) CTKVR_RETURN_IF_ERROR(device_.backend.Attend(device_.stream, attends));
     if (!memory_.shares_host_memory()) CopyRows(gathers, rows);
+    if (!memory_.shares_host_memory()) CopyAttention();
     CTKVR_RETURN_IF_ERROR(memory_.Finish());
     for (const auto& set : sets_) Conclude(*set);
     Observe(Stage::kGather, clock_.Now() - start);
@@ -189,7 +204,7 @@ class Rounds {
       RetrievalItem& item = *set->item;
       const RowBytes row = AnswerRowBytes(*item.layer, item.options());
       const size_t tokens = item.filled_tokens + item.new_tokens;
-      item.answer.ids.resize(tokens * sizeof(uint32_t));
+      if (item.wants_ids()) item.answer.ids.resize(tokens * sizeof(uint32_t));
       if (item.wants_scores()) item.answer.scores.resize((item.filled_scores + item.new_scores) * sizeof(float));
       if (item.wants_rows()) item.answer.keys.resize(tokens * row.key);
       if (item.wants_rows()) item.answer.values.resize(tokens * row.value);
@@ -202,11 +217,13 @@ class Rounds {
     struct Answer& answer = item.answer;
     const uint32_t count = set.chosen;
     const uint32_t heads = item.plan.set_heads;
-    auto* ids = At<uint32_t>(answer.ids, item.filled_tokens);
-    if (set.selects()) {
-      memory_.CopyOut(ids, set.select.chosen, count);
-    } else {
-      std::iota(ids, ids + count, set.plan->begin);
+    if (item.wants_ids()) {
+      auto* ids = At<uint32_t>(answer.ids, item.filled_tokens);
+      if (set.selects()) {
+        memory_.CopyOut(ids, set.select.chosen, count);
+      } else {
+        std::iota(ids, ids + count, set.plan->begin);
+      }
     }
     if (item.wants_scores()) {
       const float* from = set.selects() ? set.select.chosen_scores : set.score.scores;
@@ -242,16 +259,23 @@ class Rounds {
     }
   }
 
+  void CopyAttention() {
+    for (const auto& set : sets_) {
+      const RetrievalItem& item = *set->item;
+      if (!item.status.ok() || set->chosen == 0 || !item.wants_attention()) continue;
+      const size_t heads = item.plan.set_heads;
+      memory_.CopyOut(AttentionOutput(*set), set->attend.output, heads * item.layer->config().value_dim);
+      memory_.CopyOut(AttentionLogSumExp(*set), set->attend.log_sum_exp, heads);
+    }
+  }
+
   void Conclude(const RetrievalSet& set) {
     RetrievalItem& item = *set.item;
     item.new_tokens = item.new_scores = 0;
     if (!item.status.ok()) return;
     item.answer.bytes_read += BytesRead(set);
     if (set.overflow == 0) return;
-    item.status = MakeError(absl::StatusCode::kFailedPrecondition,
-                            absl::StrCat("row_format is ", RowFormatName(item.options().row_format), "; ", set.overflow,
-                                         " elements of the chosen rows do not fit it"),
-                            kReasonRowOverflow);
+    item.status = OverflowError(item.options().row_format, set.overflow, "chosen rows");
   }
 
   const LaneDevice device_;
@@ -262,6 +286,17 @@ class Rounds {
   std::vector<std::unique_ptr<RetrievalSet>> sets_;
 };
 
+// What is left where a set chooses nothing.
+PartialAttention EmptyAttention(const LayerConfig& layer, uint32_t positions) {
+  PartialAttention attention{.positions = positions, .q_heads = layer.q_heads, .value_dim = layer.value_dim};
+  const size_t rows = size_t{positions} * layer.q_heads;
+  attention.output.resize(rows * layer.value_dim * sizeof(float));
+  attention.log_sum_exp.resize(rows * sizeof(float));
+  auto* log_sum_exp = At<float>(attention.log_sum_exp, 0);
+  std::fill(log_sum_exp, log_sum_exp + rows, -std::numeric_limits<float>::infinity());
+  return attention;
+}
+
 absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   Session& session = *task.session;
   CTKVR_RETURN_IF_ERROR(session.CheckHealthy());
@@ -270,10 +305,29 @@ absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   item.context = task.context;
   CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query));
   item.answer.counts.assign(item.plan.positions.size() * item.plan.sets, 0);
+  if (item.wants_attention()) item.answer.attention = EmptyAttention(item.layer->config(), task.query->positions);
   return absl::OkStatus();
 }
 
+// The output from float32 to the format asked for, in place: elements only ever move down.
+absl::Status ConvertOutput(RowFormat format, PartialAttention& attention) {
+  attention.dtype = RowElement(format);
+  if (attention.dtype == DType::kF32) return absl::OkStatus();
+  auto* bytes = reinterpret_cast<std::byte*>(attention.output.data());
+  const size_t count = attention.output.size() / sizeof(float);
+  uint64_t overflow = 0;
+  for (size_t i = 0; i < count; ++i) {
+    StoreElement(bytes, attention.dtype, i, LoadElement(bytes, DType::kF32, i));
+    overflow += !std::isfinite(LoadElement(bytes, attention.dtype, i));
+  }
+  attention.output.resize(count * DTypeBytes(attention.dtype));
+  return overflow == 0 ? absl::OkStatus() : OverflowError(format, overflow, "attention");
+}
+
 void Conclude(const RetrievalTask& task, RetrievalItem& item, Stats& stats) {
+  if (item.status.ok() && item.wants_attention()) {
+    item.status = ConvertOutput(item.options().row_format, *item.answer.attention);
+  }
   if (!item.status.ok()) {
     *task.result = item.status;
     return;

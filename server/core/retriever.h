@@ -3,8 +3,10 @@
 // Retrievals of one batch, for several sessions at once. The only place that knows the order of the operations:
 //
 //   prepare ─▶ scan planes ─▶ select ─▶ refine ─▶ select ─┐
-//           ─▶ select lists ─▶ merge ────────────────────┼─▶ score ─▶ select ─▶ wait ─▶ ids, scores, gather ─▶ wait
+//           ─▶ select lists ─▶ merge ────────────────────┼─▶ score ─▶ select ─▶ wait ─▶ ids, scores, rows ─▶ wait
 //           ─▶ (every visible token) ────────────────────┘
+//
+// In place of ids, scores and rows an answer may carry the attention over the chosen tokens.
 //
 // The unit of work is a set: one KV head (or query head under per_head) at one position. Sets share operations as far
 // as the lane's scratch reaches; the rest follow in further rounds. Nothing of a session is changed.

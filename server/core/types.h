@@ -61,7 +61,7 @@ struct AppendResult {
   bool repeated = false;
 };
 
-enum class AnswerMode : uint8_t { kIds, kScores, kRows };
+enum class AnswerMode : uint8_t { kIds, kScores, kRows, kAttention };
 
 struct AnswerOptions {
   AnswerMode mode = AnswerMode::kScores;
@@ -92,6 +92,16 @@ struct RowCodec {
   uint32_t value_row_bytes = 0;
 };
 
+// One part of an attention, to be merged with others: see AnswerOptions.remainder in the proto.
+struct PartialAttention {
+  uint32_t positions = 0;
+  uint32_t q_heads = 0;
+  uint32_t value_dim = 0;
+  DType dtype = DType::kF32;  // of the output
+  std::string output;         // [positions, q_heads, value_dim]
+  std::string log_sum_exp;    // [positions, q_heads] float32
+};
+
 // Bytes are std::string so that they move into a protobuf bytes field without a copy.
 struct Answer {
   uint64_t epoch = 0;
@@ -109,6 +119,7 @@ struct Answer {
   uint32_t indexed_length = 0;
   uint64_t bytes_read = 0;
   uint32_t always_tokens = 0;
+  std::optional<PartialAttention> attention;  // AnswerMode::kAttention: over the chosen tokens
 };
 
 // Append, retrieve, or append then retrieve: one item of a Decode message, and the whole of the unary calls.

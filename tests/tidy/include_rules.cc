@@ -26,7 +26,10 @@ const std::vector<Room>& Rooms() {
   static const auto* const rooms = new std::vector<Room>{
       {"kernels/base", {"kernels/base/"}, {"kernels/base/"}, {kStd, "fp16.h"}},
       // Read by device compilers too: nothing but the standard library.
-      {"kernels", {"kernels/ops.h", "kernels/formats.h"}, {"kernels/base/dtype.h", "kernels/formats.h"}, {kStd}},
+      {"kernels",
+       {"kernels/ops.h", "kernels/attention_ops.h", "kernels/formats.h"},
+       {"kernels/base/dtype.h", "kernels/formats.h", "kernels/ops.h"},
+       {kStd}},
       {"kernels/cpu", {"kernels/cpu/"}, {"kernels/"}, {kStd, kPosix, "absl/", "immintrin.h", "fp16.h", "simde/"}},
       {"kernels", {"kernels/"}, {"kernels/base/", "kernels/*.h"}, {kStd, "absl/"}},
       {"server/core", {"server/core/"}, {"kernels/base/", "kernels/*.h", "server/core/"}, {kStd, "absl/", "xxhash.h"}},

@@ -188,17 +188,19 @@ TEST_P(FaultTest, TheRingKeepsTheNewestQueries) {
 
 TEST_P(FaultTest, RetrieveFailsWhole) {
   for (Source source : {Source::kDense, Source::kExact, Source::kSketch, Source::kQueryCentroids}) {
-    RunWithEveryFault({SourceName(source),
-                       [](Harness& harness, const Tokens& tokens) {
-                         OpenAndFill(harness, tokens, 600, 5);
-                         ASSERT_THAT(harness.Maintain("s"), IsOk());
-                       },
-                       [source](Harness& harness, const Tokens& tokens) {
-                         OwnedQuery query = tokens.Ask(600);
-                         query.query.selection.source = source;
-                         query.query.answer = {.mode = AnswerMode::kRows, .row_format = RowFormat::kF16};
-                         return harness.Retrieve("s", query).status();
-                       }});
+    for (AnswerMode mode : {AnswerMode::kRows, AnswerMode::kAttention}) {
+      RunWithEveryFault({std::string(SourceName(source)) + (mode == AnswerMode::kRows ? ", rows" : ", attention"),
+                         [](Harness& harness, const Tokens& tokens) {
+                           OpenAndFill(harness, tokens, 600, 5);
+                           ASSERT_THAT(harness.Maintain("s"), IsOk());
+                         },
+                         [source, mode](Harness& harness, const Tokens& tokens) {
+                           OwnedQuery query = tokens.Ask(600);
+                           query.query.selection.source = source;
+                           query.query.answer = {.mode = mode, .row_format = RowFormat::kF16};
+                           return harness.Retrieve("s", query).status();
+                         }});
+    }
   }
 }
 

@@ -174,6 +174,17 @@ TEST_F(RetrievalPlanTest, AnswersMayTakeTheReplyLimitAndNoByteMore) {
   OwnedQuery many = Ask(4096, 64);
   many.query.answer = query.query.answer;
   EXPECT_THAT(PlanQuery(*layer_, config_, many.query), StatusIs(absl::StatusCode::kResourceExhausted));
+  // Attention takes the same bytes for any number of tokens.
+  many.query.answer.mode = AnswerMode::kAttention;
+  EXPECT_THAT(PlanQuery(*layer_, config_, many.query), IsOk());
+}
+
+TEST_F(RetrievalPlanTest, AttentionHasNoStorageForm) {
+  Make(SmallLayer(), 600);
+  OwnedQuery query = Ask(600);
+  query.query.answer = {.mode = AnswerMode::kAttention, .row_format = RowFormat::kStorage};
+  EXPECT_THAT(PlanQuery(*layer_, config_, query.query),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("row_format is storage")));
 }
 
 TEST_F(RetrievalPlanTest, RowsHaveTheSizesOfTheirFormat) {
