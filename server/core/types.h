@@ -65,7 +65,7 @@ enum class AnswerMode : uint8_t { kIds, kScores, kRows, kAttention };
 
 struct AnswerOptions {
   AnswerMode mode = AnswerMode::kScores;
-  RowFormat row_format = RowFormat::kF16;
+  RowFormat row_format = RowFormat::kF16;  // of rows, or of the attention's output
   uint32_t known_code_generation = 0;
 };
 

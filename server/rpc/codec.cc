@@ -147,17 +147,18 @@ absl::StatusOr<AnswerMode> DecodeAnswerMode(v1::AnswerMode mode) {
     case v1::ANSWER_MODE_NEW_ROWS:
       return NotServed("answer.mode ANSWER_MODE_NEW_ROWS");
     case v1::ANSWER_MODE_ATTENTION:
-      return NotServed("answer.mode ANSWER_MODE_ATTENTION");
+      return AnswerMode::kAttention;
     default:
       return UnknownEnum("answer.mode", mode, v1::AnswerMode_MAX);
   }
 }
 
-absl::StatusOr<RowFormat> DecodeRowFormat(v1::RowFormat format) {
+absl::StatusOr<RowFormat> DecodeRowFormat(v1::RowFormat format, AnswerMode mode) {
   switch (format) {
+    case v1::ROW_FORMAT_UNSPECIFIED:
+      return mode == AnswerMode::kAttention ? RowFormat::kF32 : RowFormat::kF16;
     case v1::ROW_FORMAT_F32:
       return RowFormat::kF32;
-    case v1::ROW_FORMAT_UNSPECIFIED:
     case v1::ROW_FORMAT_F16:
       return RowFormat::kF16;
     case v1::ROW_FORMAT_BF16:
@@ -252,7 +253,7 @@ absl::StatusOr<Chunk> DecodeChunk(const v1::Chunk& message, const FieldPath& whe
 absl::StatusOr<AnswerOptions> DecodeAnswerOptions(const v1::AnswerOptions& message) {
   AnswerOptions options;
   CTKVR_ASSIGN_OR_RETURN(options.mode, DecodeAnswerMode(message.mode()));
-  CTKVR_ASSIGN_OR_RETURN(options.row_format, DecodeRowFormat(message.row_format()));
+  CTKVR_ASSIGN_OR_RETURN(options.row_format, DecodeRowFormat(message.row_format(), options.mode));
   if (message.remainder()) return NotServed("answer.remainder");
   if (message.cache_slots() != 0) return NotServed("answer.cache_slots");
   if (message.applied_sequence() != 0) return NotServed("answer.applied_sequence");

@@ -285,8 +285,10 @@ void EncodeSessionInfo(const SessionInfo& info, v1::SessionInfo* message) {
 
 uint64_t AnswerBytes(const Answer& answer) {
   constexpr uint64_t kCountBytesMax = 5;  // a 32-bit varint
-  return answer.ids.size() + answer.scores.size() + answer.keys.size() + answer.values.size() +
-         answer.counts.size() * kCountBytesMax + (answer.codec ? answer.codec->key_mean.size() * sizeof(float) : 0);
+  const auto& attention = answer.attention;
+  return (attention ? attention->output.size() + attention->log_sum_exp.size() : 0) + answer.ids.size() +
+         answer.scores.size() + answer.keys.size() + answer.values.size() + answer.counts.size() * kCountBytesMax +
+         (answer.codec ? answer.codec->key_mean.size() * sizeof(float) : 0);
 }
 
 void EncodeAnswer(Answer answer, uint32_t head_dim, v1::Answer* message) {
@@ -304,6 +306,16 @@ void EncodeAnswer(Answer answer, uint32_t head_dim, v1::Answer* message) {
   message->set_indexed_length(answer.indexed_length);
   message->set_bytes_read(answer.bytes_read);
   message->set_always_tokens(answer.always_tokens);
+  if (!answer.attention.has_value()) return;
+  PartialAttention& attention = *answer.attention;
+  v1::Tensor* output = message->mutable_output();
+  output->set_dtype(EncodeDType(attention.dtype));
+  for (uint32_t dim : {attention.positions, attention.q_heads, attention.value_dim}) output->add_dims(dim);
+  output->set_data(std::move(attention.output));
+  v1::Tensor* log_sum_exp = message->mutable_log_sum_exp();
+  log_sum_exp->set_dtype(v1::DTYPE_F32);
+  for (uint32_t dim : {attention.positions, attention.q_heads}) log_sum_exp->add_dims(dim);
+  log_sum_exp->set_data(std::move(attention.log_sum_exp));
 }
 
 absl::Status EncodeRetrieve(const v1::RetrieveRequest& request, const RetrieveSteps& steps,

@@ -250,8 +250,8 @@ TEST_F(CacheServiceDataTest, AQueryBeforeTheIndexedLengthIsOutOfRange) {
 TEST_F(CacheServiceDataTest, AnswerModesThatAreNotServedSaySo) {
   OpenWithTokens("a", 10);
   v1::RetrieveRequest request = MakeRetrieve("a", 0, 9);
-  request.mutable_answer()->set_mode(v1::ANSWER_MODE_ATTENTION);
-  EXPECT_THAT(Retrieve(request), IsRpc(grpc::StatusCode::UNIMPLEMENTED, "ANSWER_MODE_ATTENTION"));
+  request.mutable_answer()->set_mode(v1::ANSWER_MODE_NEW_ROWS);
+  EXPECT_THAT(Retrieve(request), IsRpc(grpc::StatusCode::UNIMPLEMENTED, "ANSWER_MODE_NEW_ROWS"));
 }
 
 }  // namespace

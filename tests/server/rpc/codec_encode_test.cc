@@ -71,6 +71,30 @@ TEST(EncodeAnswerTest, EveryFieldIsThere) {
   EXPECT_EQ(message.always_tokens(), 12u);
 }
 
+TEST(EncodeAnswerTest, AttentionIsThere) {
+  v1::Answer message;
+  EncodeAnswer(FullAnswer(), 3, &message);
+  EXPECT_FALSE(message.has_output());
+  EXPECT_FALSE(message.has_log_sum_exp());
+  Answer answer;
+  answer.attention = PartialAttention{.positions = 2,
+                                      .q_heads = 3,
+                                      .value_dim = 8,
+                                      .dtype = DType::kBF16,
+                                      .output = std::string(96, 'o'),
+                                      .log_sum_exp = std::string(24, 'l')};
+  EXPECT_EQ(AnswerBytes(answer), 96u + 24);
+  const char* output = answer.attention->output.data();
+  EncodeAnswer(std::move(answer), 3, &message);
+  EXPECT_EQ(message.output().dtype(), v1::DTYPE_BF16);
+  EXPECT_THAT(message.output().dims(), ElementsAre(2, 3, 8));
+  EXPECT_EQ(message.output().data(), std::string(96, 'o'));
+  EXPECT_EQ(message.output().data().data(), output);
+  EXPECT_EQ(message.log_sum_exp().dtype(), v1::DTYPE_F32);
+  EXPECT_THAT(message.log_sum_exp().dims(), ElementsAre(2, 3));
+  EXPECT_EQ(message.log_sum_exp().data(), std::string(24, 'l'));
+}
+
 TEST(EncodeAnswerTest, BytesMoveWithoutACopy) {
   Answer answer = FullAnswer();
   const char* keys = answer.keys.data();

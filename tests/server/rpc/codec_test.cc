@@ -323,12 +323,21 @@ TEST(DecodeAnswerOptionsTest, UnspecifiedMeansScoresInF16) {
   EXPECT_EQ(options->row_format, RowFormat::kF16);
 }
 
+TEST(DecodeAnswerOptionsTest, AttentionComesInF32UnlessAskedOtherwise) {
+  v1::AnswerOptions message;
+  message.set_mode(v1::ANSWER_MODE_ATTENTION);
+  EXPECT_EQ(DecodeAnswerOptions(message)->row_format, RowFormat::kF32);
+  message.set_row_format(v1::ROW_FORMAT_F16);
+  EXPECT_EQ(DecodeAnswerOptions(message)->row_format, RowFormat::kF16);
+}
+
 TEST(DecodeAnswerOptionsTest, EveryServedValueIsTaken) {
   v1::AnswerOptions message;
   message.set_known_code_generation(3);
   const std::pair<v1::AnswerMode, AnswerMode> modes[] = {{v1::ANSWER_MODE_IDS, AnswerMode::kIds},
                                                          {v1::ANSWER_MODE_SCORES, AnswerMode::kScores},
-                                                         {v1::ANSWER_MODE_ROWS, AnswerMode::kRows}};
+                                                         {v1::ANSWER_MODE_ROWS, AnswerMode::kRows},
+                                                         {v1::ANSWER_MODE_ATTENTION, AnswerMode::kAttention}};
   for (const auto& [wire, mode] : modes) {
     message.set_mode(wire);
     EXPECT_EQ(DecodeAnswerOptions(message)->mode, mode);
@@ -348,8 +357,6 @@ TEST(DecodeAnswerOptionsTest, WhatIsNotServedIsSaid) {
   v1::AnswerOptions message;
   message.set_mode(v1::ANSWER_MODE_NEW_ROWS);
   EXPECT_THAT(DecodeAnswerOptions(message), IsNotServed("ANSWER_MODE_NEW_ROWS"));
-  message.set_mode(v1::ANSWER_MODE_ATTENTION);
-  EXPECT_THAT(DecodeAnswerOptions(message), IsNotServed("ANSWER_MODE_ATTENTION"));
   message.Clear();
   message.set_remainder(true);
   EXPECT_THAT(DecodeAnswerOptions(message), IsNotServed("answer.remainder"));
