@@ -105,6 +105,9 @@ int Judge(const std::vector<ReplayResult>& results, const Flags& flags) {
 }
 
 int ReplayTraces(const client::Client& client, const Flags& flags) {
+  if (flags.min_needle_share > 0 && flags.replay.selection.answer == "attention") {
+    return Fail(absl::FailedPreconditionError("min-needle-share needs ids; answer is attention"));
+  }
   Progress progress = Progress::Stderr();
   std::vector<ReplayResult> results;
   for (const std::string& folder : flags.traces) {

@@ -82,6 +82,7 @@ class Replayer {
   absl::Status DecodeStep(const client::Session& session, const client::LayerShape& shape, client::DecodeStream& stream,
                           uint32_t position);
   absl::Status Record(const v1::Answer& answer, const client::LayerShape& shape, uint32_t position);
+  absl::Status RecordChosen(const v1::Answer& answer, const client::LayerShape& shape, uint32_t position);
   absl::StatusOr<std::vector<std::vector<float>>> StoredKeys(const client::Session& session) const;
   absl::Status Verify(const client::Session& session);
   void CompareWithExact();
@@ -155,6 +156,20 @@ absl::Status Replayer::DecodeStep(const client::Session& session, const client::
 }
 
 absl::Status Replayer::Record(const v1::Answer& answer, const client::LayerShape& shape, uint32_t position) {
+  absl::Status status;
+  if (flags_.selection.answer == "attention") {
+    status = client::AttentionOf(answer, shape).status();
+  } else {
+    status = RecordChosen(answer, shape, position);
+  }
+  ++result_.retrievals;
+  result_.source = answer.source();
+  result_.bytes_read += answer.bytes_read();
+  result_.key_scan_bytes += 2.0 * (position + 1) * trace_.kv_heads * trace_.head_dim;
+  return status;
+}
+
+absl::Status Replayer::RecordChosen(const v1::Answer& answer, const client::LayerShape& shape, uint32_t position) {
   const auto view = client::AnswerView::Create(answer, shape);
   if (!view.ok()) return view.status();
   if (view->positions() != 1 || (view->sets() == trace_.q_heads) != (set_heads() == 1)) {
@@ -168,10 +183,6 @@ absl::Status Replayer::Record(const v1::Answer& answer, const client::LayerShape
   std::memcpy(record.ids.data(), answer.ids().data(), answer.ids().size());
   if (!record.scores.empty()) std::memcpy(record.scores.data(), answer.scores().data(), answer.scores().size());
   steps_.push_back(std::move(record));
-  ++result_.retrievals;
-  result_.source = answer.source();
-  result_.bytes_read += answer.bytes_read();
-  result_.key_scan_bytes += 2.0 * (position + 1) * trace_.kv_heads * trace_.head_dim;
   return absl::OkStatus();
 }
 
@@ -245,6 +256,8 @@ void Replayer::Observe(const KeyBlocks<float>& keys, uint32_t kv_head, const Ste
 }
 
 void Replayer::CompareWithExact() {
+  result_.metrics = Metrics(trace_.q_heads);
+  if (steps_.empty()) return;
   std::vector<Metrics> parts(kTruthThreads, Metrics(trace_.q_heads));
   std::vector<KeyBlocks<float>> keys;
   std::vector<float> head_keys(size_t{end_} * trace_.head_dim);
@@ -275,7 +288,6 @@ void Replayer::CompareWithExact() {
   }
   for (std::thread& thread : threads) thread.join();
   progress_->Finish();
-  result_.metrics = Metrics(trace_.q_heads);
   for (const Metrics& part : parts) result_.metrics.Merge(part);
 }
 
@@ -314,6 +326,9 @@ absl::StatusOr<ReplayResult> Replay(const client::Client& client, const Trace& t
   if (flags.every == 0) return absl::InvalidArgumentError("every is 0; at least 1 is needed");
   if (flags.verify_exact && flags.selection.source != "exact") {
     return absl::FailedPreconditionError("verify-exact needs source exact");
+  }
+  if (flags.verify_exact && flags.selection.answer == "attention") {
+    return absl::FailedPreconditionError("verify-exact needs ids and scores; answer is attention");
   }
   return Replayer(client, trace, flags, progress).Run();
 }

@@ -44,7 +44,8 @@ struct ReplayResult {
 };
 
 // Opens a session of one layer with the trace's geometry, closes it again. Errors: the server's; FAILED_PRECONDITION
-// when verify is asked of another source than exact.
+// when verify is asked of another source than exact, or of answers that do not say what was chosen. Of attention alone
+// nothing is compared: metrics stay empty.
 absl::StatusOr<ReplayResult> Replay(const client::Client& client, const Trace& trace, const ReplayFlags& flags,
                                     Progress* progress);
 

@@ -57,9 +57,9 @@ void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
   command->add_option("--dense-below", flags->dense_below_tokens, "Layers of at most so many tokens answer with all")
       ->capture_default_str();
   command->add_option("--answer", flags->answer, "What a reply carries")
-      ->check(one_of({"ids", "scores", "rows"}))
+      ->check(one_of({"ids", "scores", "rows", "attention"}))
       ->capture_default_str();
-  command->add_option("--row-format", flags->row_format, "Form of the rows of a reply")
+  command->add_option("--row-format", flags->row_format, "Form of the rows, or the attention, of a reply")
       ->check(one_of({"f32", "f16", "bf16", "storage"}))
       ->capture_default_str();
   command->add_option("--seed", flags->seed, "Seed of the rotation of coded keys; 0: the server draws one")

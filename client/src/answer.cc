@@ -8,6 +8,9 @@
 namespace ctkvr::client {
 
 absl::StatusOr<AnswerView> AnswerView::Create(const v1::Answer& answer, const LayerShape& shape) {
+  if (answer.has_output()) {
+    return absl::InvalidArgumentError("the answer carries attention and no ids; see AttentionOf");
+  }
   const bool per_head = answer.used().reduction() == v1::GROUP_REDUCTION_PER_HEAD;
   AnswerView view;
   view.sets_ = per_head ? shape.q_heads : shape.kv_heads;

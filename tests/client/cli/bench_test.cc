@@ -87,6 +87,22 @@ TEST(Bench, RunsOneThenSeveralInFlight) {
   EXPECT_TRUE(sessions->empty());
 }
 
+TEST(Bench, AttentionTakesFewBytes) {
+  const testing::TestServer server;
+  const auto client = client::Client::Connect({.address = server.address()});
+  ASSERT_THAT(client, IsOk());
+  Progress progress(stderr, false);
+  BenchFlags flags = SmallFlags();
+  flags.selection.answer = "attention";
+  const auto result = Bench(**client, flags, &progress);
+  ASSERT_THAT(result, IsOk());
+  for (const BenchRun& run : result->runs) {
+    // An output of four heads in two bytes a dimension, log-sum-exps, and what every answer carries.
+    EXPECT_GT(run.reply_bytes, 4 * (32 * 2 + 4));
+    EXPECT_LT(run.reply_bytes, 4 * (32 * 2 + 4) + 256);
+  }
+}
+
 TEST(Bench, NothingToMeasureIsRefused) {
   const testing::TestServer server;
   const auto client = client::Client::Connect({.address = server.address()});

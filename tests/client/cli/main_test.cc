@@ -100,6 +100,12 @@ TEST_F(MainTest, ReplayPrintsATableAndJudges) {
   const Finished bad = Cli(trace + " --every 16 --source query_centroids --min-needle-share 0.95");
   EXPECT_EQ(bad.exit, 1) << bad.out;
   EXPECT_THAT(bad.out, HasSubstr("at least 0.9500 was asked for"));
+  const Finished unjudged = Cli(trace + " --every 64 --answer attention");
+  EXPECT_EQ(unjudged.exit, 0) << unjudged.out;
+  // A bound that nothing is held to.
+  const Finished blind = Cli(trace + " --every 64 --answer attention --min-needle-share 0.95");
+  EXPECT_EQ(blind.exit, 1) << blind.out;
+  EXPECT_THAT(blind.out, HasSubstr("min-needle-share needs ids"));
 }
 
 TEST_F(MainTest, ReplayVerifiesExactAndPrintsJson) {

@@ -151,8 +151,27 @@ TEST_F(ReplayTest, TheRepositorysTraceKeepsItsNeedles) {
   EXPECT_DOUBLE_EQ(json["total"]["needle_share"].get<double>(), total);
 }
 
+TEST_F(ReplayTest, AttentionIsTimedAndNotCompared) {
+  ReplayFlags flags;
+  flags.selection.answer = "attention";
+  const auto result = Run(RandomTrace(2, 2, 64, 32, 700), flags);
+  ASSERT_THAT(result, IsOk());
+  EXPECT_EQ(result->retrievals, 12u);
+  EXPECT_EQ(result->latency_us.size(), 12u);
+  EXPECT_GT(result->bytes_read, 0u);
+  EXPECT_EQ(result->source, v1::SOURCE_SKETCH);
+  EXPECT_EQ(result->metrics.recall(), std::nullopt);
+  EXPECT_EQ(result->metrics.tokens_chosen(), std::nullopt);
+  EXPECT_THAT(ReplayTable({*result}), HasSubstr("random"));
+}
+
 TEST_F(ReplayTest, FlagsThatContradictEachOtherAreRefused) {
   ReplayFlags flags;
+  flags.selection.source = "exact";
+  flags.selection.answer = "attention";
+  flags.verify_exact = true;
+  EXPECT_THAT(Run(RandomTrace(1, 1, 64, 64, 100), flags), StatusIs(absl::StatusCode::kFailedPrecondition));
+  flags = {};
   flags.verify_exact = true;
   EXPECT_THAT(Run(RandomTrace(1, 1, 64, 64, 100), flags), StatusIs(absl::StatusCode::kFailedPrecondition));
   flags = {};

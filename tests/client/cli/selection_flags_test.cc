@@ -72,7 +72,7 @@ TEST_F(SelectionFlagsTest, EveryNameOffersAValue) {
     flags_.source = source;
     EXPECT_EQ(ShortName(MakeSessionOptions(flags_).selection().source()), source);
   }
-  for (const char* answer : {"ids", "scores", "rows"}) {
+  for (const char* answer : {"ids", "scores", "rows", "attention"}) {
     flags_.answer = answer;
     EXPECT_NE(MakeAnswerOptions(flags_).mode(), v1::ANSWER_MODE_UNSPECIFIED) << answer;
   }

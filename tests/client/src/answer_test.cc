@@ -67,6 +67,12 @@ TEST(Answer, IdsAloneHaveNoScores) {
   EXPECT_THAT(view->scores(1, 1, 1), IsEmpty());
 }
 
+TEST(Answer, AttentionIsNoListOfTokens) {
+  v1::Answer answer = SampleAnswer();
+  answer.mutable_output();
+  EXPECT_THAT(AnswerView::Create(answer, kShape), StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("no ids")));
+}
+
 TEST(Answer, DamagedArraysAreRefused) {
   v1::Answer answer = SampleAnswer();
   answer.add_counts(0);

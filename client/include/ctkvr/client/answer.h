@@ -21,7 +21,7 @@ namespace ctkvr::client {
 class AnswerView {
  public:
   // INVALID_ARGUMENT: counts, ids or scores do not fit each other or `shape` (the answer is not of that layer, or was
-  // damaged on its way).
+  // damaged on its way, or is an attention: see attention.h).
   static absl::StatusOr<AnswerView> Create(const v1::Answer& answer, const LayerShape& shape);
 
   uint32_t positions() const { return positions_; }  // P

@@ -20,6 +20,7 @@
 
 #include "absl/status/statusor.h"
 #include "ctkvr/client/answer.h"
+#include "ctkvr/client/attention.h"
 #include "ctkvr/client/error.h"
 #include "ctkvr/client/options.h"
 #include "ctkvr/client/row_decoder.h"

@@ -65,7 +65,7 @@ class Session {
   // The streaming form, for prompts.
   absl::StatusOr<std::unique_ptr<AppendStream>> StartAppend(const CallOptions& call = {}) const;
 
-  // Which tokens matter to these queries. See MakeQuery, AnswerView and RowDecoder.
+  // Which tokens matter to these queries. See MakeQuery, AnswerView, RowDecoder and AttentionOf.
   absl::StatusOr<v1::Answer> Retrieve(const v1::Query& query, const v1::AnswerOptions& answer,
                                       const CallOptions& call = {}) const;
 
