@@ -221,6 +221,47 @@ void AddSelectTokens(Bed& bed) {
       });
 }
 
+// Values of every eighth token, decoded into rows or attended by the heads of their group.
+void AddChosenValues(Bed& bed) {
+  const Store& store = bed.NewStore(Format::kK8V4, 2);
+  static auto* const tokens = new std::vector<uint32_t>();
+  for (uint32_t t = 0; t < bed.options.tokens; t += 8) tokens->push_back(t);
+  static auto* const rows = new std::vector<float>(tokens->size() * kKvHeads * kHeadDim);
+  static auto* const outputs = new std::vector<float>(size_t{kKvHeads} * kGroupHeads * (kHeadDim + 1));
+  static const auto count = static_cast<uint32_t>(tokens->size());
+  std::vector<GatherRowsItem> gathers(kKvHeads);
+  std::vector<AttendItem> attends(kKvHeads);
+  for (uint32_t h = 0; h < kKvHeads; ++h) {
+    gathers[h] = {.view = store.view(h),
+                  .tokens = tokens->data(),
+                  .count = &count,
+                  .count_max = count,
+                  .row_format = RowFormat::kF32,
+                  .values = reinterpret_cast<std::byte*>(rows->data() + h * tokens->size() * kHeadDim)};
+    float* output = outputs->data() + size_t{h} * kGroupHeads * (kHeadDim + 1);
+    attends[h] = {.view = store.view(h),
+                  .heads = kGroupHeads,
+                  .tokens = tokens->data(),
+                  .count = &count,
+                  .count_max = count,
+                  .scores = bed.ScoresOf(h),
+                  .stride = bed.options.tokens,
+                  .softmax = {.scale = 0.0884f},
+                  .output = output,
+                  .log_sum_exp = output + size_t{kGroupHeads} * kHeadDim};
+  }
+  const double all = static_cast<double>(kKvHeads) * count;
+  const double value_bytes = store.view(0).layout.value_row_bytes;
+  Add("GatherRows, every 8th token's v4 to f32", {.bytes = all * (value_bytes + 4 * kHeadDim), .tokens = all},
+      [&bed, gathers] {
+        CheckOk(bed.backend->GatherRows(*bed.stream, gathers).ok() && bed.backend->Synchronize(*bed.stream).ok(),
+                "GatherRows");
+      });
+  Add("Attend, every 8th token's v4", {.bytes = all * (value_bytes + 4 * kGroupHeads), .tokens = all}, [&bed, attends] {
+    CheckOk(bed.backend->Attend(*bed.stream, attends).ok() && bed.backend->Synchronize(*bed.stream).ok(), "Attend");
+  });
+}
+
 int Run(int argc, char** argv) {
   static auto* const bed = new Bed{.options = Start(argc, argv)};
   auto backend = CreateBackend(bed->options.backend);
@@ -241,6 +282,7 @@ int Run(int argc, char** argv) {
   AddScanPlanes(*bed, 1);
   AddScanPlanes(*bed, 2);
   AddSelectTokens(*bed);
+  AddChosenValues(*bed);
   return Finish();
 }
 
