@@ -41,6 +41,9 @@ inline constexpr uint32_t kAppendTokensMax = 16384;       // a chunk
 inline constexpr uint64_t kReplyBytesMax = 256ull << 20;  // rows of one reply
 inline constexpr uint64_t kMessageBytesMax = 64ull << 20;
 
+// Slots of a worker's row cache, a layer and set: they travel in 16 bits, and one value means none.
+inline constexpr uint32_t kCacheSlotsMax = 65535;
+
 // Query centroids a KV head.
 inline constexpr uint32_t kCentroidsMax = 8192;
 inline constexpr uint32_t kListTokensMax = 8192;
