@@ -56,6 +56,9 @@ class Replayer {
     const uint32_t decoded = trace.tokens - trace.prompt_tokens;
     end_ = trace.prompt_tokens + (flags.steps == 0 ? decoded : std::min(flags.steps, decoded));
     result_.name = trace.name;
+    if (flags.selection.answer == "new_rows") {
+      cache_.emplace(per_head() ? trace.q_heads : trace.kv_heads, flags.selection.cache_slots);
+    }
   }
 
   absl::StatusOr<ReplayResult> Run() {
@@ -83,6 +86,7 @@ class Replayer {
                           uint32_t position);
   absl::Status Record(const v1::Answer& answer, const client::LayerShape& shape, uint32_t position);
   absl::Status RecordChosen(const v1::Answer& answer, const client::LayerShape& shape, uint32_t position);
+  absl::StatusOr<std::vector<uint32_t>> ChosenIds(const v1::Answer& answer, const client::LayerShape& shape);
   absl::StatusOr<std::vector<std::vector<float>>> StoredKeys(const client::Session& session) const;
   absl::Status Verify(const client::Session& session);
   void CompareWithExact();
@@ -96,7 +100,8 @@ class Replayer {
   const Trace& trace_;
   const ReplayFlags& flags_;
   Progress* progress_;
-  uint32_t end_ = 0;  // tokens replayed
+  uint32_t end_ = 0;                       // tokens replayed
+  std::optional<client::RowCache> cache_;  // where answers bring new rows only
   ReplayResult result_;
   std::vector<StepRecord> steps_;
 };
@@ -137,6 +142,7 @@ absl::Status Replayer::DecodeStep(const client::Session& session, const client::
     auto query = client::MakeQuery(shape, 0, position, 1, std::as_bytes(trace_.queries_of(position, 1)));
     if (!query.ok()) return query.status();
     if (flags_.hold_decoded) query->mutable_selection()->set_window_tokens(flags_.selection.window_tokens + step + 1);
+    if (cache_) query->set_cache_version(cache_->version());
     entry.query = *std::move(query);
   }
   const bool retrieves = entry.query.has_value();
@@ -165,22 +171,40 @@ absl::Status Replayer::Record(const v1::Answer& answer, const client::LayerShape
   ++result_.retrievals;
   result_.source = answer.source();
   result_.bytes_read += answer.bytes_read();
+  result_.reply_bytes += answer.ByteSizeLong();
   result_.key_scan_bytes += 2.0 * (position + 1) * trace_.kv_heads * trace_.head_dim;
   return status;
 }
 
-absl::Status Replayer::RecordChosen(const v1::Answer& answer, const client::LayerShape& shape, uint32_t position) {
-  const auto view = client::AnswerView::Create(answer, shape);
-  if (!view.ok()) return view.status();
-  if (view->positions() != 1 || (view->sets() == trace_.q_heads) != (set_heads() == 1)) {
+// In the order of Answer.counts.
+absl::StatusOr<std::vector<uint32_t>> Replayer::ChosenIds(const v1::Answer& answer, const client::LayerShape& shape) {
+  const auto expected_sets = static_cast<int>(trace_.q_heads / set_heads());
+  if (answer.counts_size() != expected_sets) {
     return absl::InternalError("the answer has other sets than were asked for");
   }
+  std::vector<uint32_t> ids;
+  if (cache_) {
+    if (auto s = cache_->Apply(answer); !s.ok()) return s;
+    for (uint32_t set = 0; set < static_cast<uint32_t>(expected_sets); ++set) {
+      for (const uint16_t slot : cache_->slots(0, set)) ids.push_back(cache_->token(set, slot));
+    }
+    return ids;
+  }
+  const auto view = client::AnswerView::Create(answer, shape);
+  if (!view.ok()) return view.status();
+  ids.resize(view->rows());
+  std::memcpy(ids.data(), answer.ids().data(), answer.ids().size());
+  return ids;
+}
+
+absl::Status Replayer::RecordChosen(const v1::Answer& answer, const client::LayerShape& shape, uint32_t position) {
+  auto ids = ChosenIds(answer, shape);
+  if (!ids.ok()) return ids.status();
   StepRecord record{.position = position,
                     .always_tokens = answer.always_tokens(),
                     .counts = {answer.counts().begin(), answer.counts().end()},
-                    .ids = std::vector<uint32_t>(view->rows()),
+                    .ids = *std::move(ids),
                     .scores = std::vector<float>(flags_.verify_exact ? answer.scores().size() / sizeof(float) : 0)};
-  std::memcpy(record.ids.data(), answer.ids().data(), answer.ids().size());
   if (!record.scores.empty()) std::memcpy(record.scores.data(), answer.scores().data(), answer.scores().size());
   steps_.push_back(std::move(record));
   return absl::OkStatus();
@@ -291,8 +315,9 @@ void Replayer::CompareWithExact() {
   for (const Metrics& part : parts) result_.metrics.Merge(part);
 }
 
-double MeanBytesRead(const ReplayResult& result) {
-  return result.retrievals == 0 ? 0 : static_cast<double>(result.bytes_read) / static_cast<double>(result.retrievals);
+// A retrieval's share of `bytes`.
+double Mean(uint64_t bytes, uint64_t retrievals) {
+  return retrievals == 0 ? 0 : static_cast<double>(bytes) / static_cast<double>(retrievals);
 }
 
 std::optional<double> ReadShare(double bytes_read, double scan_bytes) {
@@ -311,8 +336,9 @@ std::vector<std::string> RowOf(const ReplayResult& r) {
           Number(r.metrics.worst_head(), 2),
           Number(r.metrics.mass(), 4),
           Number(r.metrics.tokens_chosen(), 0),
-          Bytes(MeanBytesRead(r)),
+          Bytes(Mean(r.bytes_read, r.retrievals)),
           Percent(ReadShare(static_cast<double>(r.bytes_read), r.key_scan_bytes)),
+          Bytes(Mean(r.reply_bytes, r.retrievals)),
           Number(Quantile(r.latency_us, 0.5) / 1000, 2),
           Number(Quantile(r.latency_us, 0.99) / 1000, 2),
           Number(r.memory.bytes_per_token_head(), 1),
@@ -345,7 +371,8 @@ std::optional<double> TotalNeedleShare(const std::vector<ReplayResult>& results)
 
 std::string ReplayTable(const std::vector<ReplayResult>& results) {
   Table table({"trace", "source", "tokens", "retrievals", "recall", "needles", "needle share", "worst head",
-               "mass kept", "chosen", "bytes read", "of f16 scan", "p50 ms", "p99 ms", "bytes/token", "of f32"});
+               "mass kept", "chosen", "bytes read", "of f16 scan", "reply bytes", "p50 ms", "p99 ms", "bytes/token",
+               "of f32"});
   uint64_t tokens = 0, retrievals = 0, needles = 0;
   double bytes_read = 0, scan = 0;
   std::vector<double> latencies;
@@ -363,7 +390,7 @@ std::string ReplayTable(const std::vector<ReplayResult>& results) {
   if (results.size() > 1) {
     std::sort(latencies.begin(), latencies.end());
     table.Add({"all", "", Count(tokens), Count(retrievals), "", Count(needles), Number(TotalNeedleShare(results), 4),
-               Number(worst, 2), "", "", "", Percent(ReadShare(bytes_read, scan)),
+               Number(worst, 2), "", "", "", Percent(ReadShare(bytes_read, scan)), "",
                Number(Quantile(latencies, 0.5) / 1000, 2), Number(Quantile(latencies, 0.99) / 1000, 2)});
   }
   return table.ToString();
@@ -387,7 +414,8 @@ nlohmann::json ReplayJson(const std::vector<ReplayResult>& results) {
         {"worst_head", optional(r.metrics.worst_head())},
         {"mass_kept", optional(r.metrics.mass())},
         {"tokens_chosen", optional(r.metrics.tokens_chosen())},
-        {"bytes_read_per_retrieval", MeanBytesRead(r)},
+        {"bytes_read_per_retrieval", Mean(r.bytes_read, r.retrievals)},
+        {"reply_bytes_per_retrieval", Mean(r.reply_bytes, r.retrievals)},
         {"share_of_f16_key_scan", optional(ReadShare(static_cast<double>(r.bytes_read), r.key_scan_bytes))},
         {"latency_us_p50", Quantile(r.latency_us, 0.5)},
         {"latency_us_p99", Quantile(r.latency_us, 0.99)},

@@ -37,6 +37,7 @@ struct ReplayResult {
   uint64_t retrievals = 0;
   Metrics metrics{0};
   uint64_t bytes_read = 0;         // by the server, to choose
+  uint64_t reply_bytes = 0;        // of the answers to retrievals
   double key_scan_bytes = 0;       // what scanning the keys in binary16 would have read
   std::vector<double> latency_us;  // of a retrieval, one in flight; ascending
   v1::SessionMemory memory;

@@ -57,7 +57,9 @@ void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
   command->add_option("--dense-below", flags->dense_below_tokens, "Layers of at most so many tokens answer with all")
       ->capture_default_str();
   command->add_option("--answer", flags->answer, "What a reply carries")
-      ->check(one_of({"ids", "scores", "rows", "attention"}))
+      ->check(one_of({"ids", "scores", "rows", "new_rows", "attention"}))
+      ->capture_default_str();
+  command->add_option("--cache-slots", flags->cache_slots, "new_rows: slots of the row cache, a KV head")
       ->capture_default_str();
   command->add_option("--row-format", flags->row_format, "Form of the rows, or the attention, of a reply")
       ->check(one_of({"f32", "f16", "bf16", "storage"}))
@@ -72,6 +74,7 @@ v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags) {
   options.set_first_planes(flags.first_planes);
   options.set_rotation_seed(flags.seed);
   options.set_maintenance(v1::MAINTENANCE_MANUAL);
+  if (flags.answer == "new_rows") options.set_cache_slots(flags.cache_slots);
   v1::Selection* selection = options.mutable_selection();
   selection->set_source(Parse<v1::Source>("SOURCE_", flags.source, &v1::Source_Parse));
   selection->set_reduction(Parse<v1::GroupReduction>("GROUP_REDUCTION_", flags.reduction, &v1::GroupReduction_Parse));

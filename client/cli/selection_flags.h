@@ -30,6 +30,7 @@ struct SelectionFlags {
   uint32_t window_tokens = 64;
   uint32_t dense_below_tokens = 0;
   std::string answer = "rows";
+  uint32_t cache_slots = 2048;  // a KV head
   std::string row_format = "f16";
   uint64_t seed = 1;
 };

@@ -16,6 +16,7 @@
 #include "server/core/directory.h"
 #include "server/core/elements.h"
 #include "server/core/error.h"
+#include "server/core/host_budget.h"
 #include "server/core/lane.h"
 #include "server/core/limits.h"
 
@@ -133,6 +134,7 @@ class Engine::Impl {
   UniqueNumbers numbers;
   const uint64_t boot_id = numbers.Next();
   Stats stats;
+  HostBudget slot_table_budget{limits::kSlotTableBytesMax};
   const std::unique_ptr<Arena> arena;
   Directory directory;
   std::vector<std::unique_ptr<Lane>> lanes;  // last: gone before what they share
@@ -162,6 +164,8 @@ void Engine::Open(std::string id, SessionConfig config, CallContext context, Cal
   if (const absl::Status status = ValidateSessionConfig(config); !status.ok()) return done(status);
   if (config.rotation_seed == 0) config.rotation_seed = impl_->numbers.Next();
   const uint64_t planned_bytes = Session::PlannedBytes(config);
+  absl::StatusOr<HostBudget::Grant> slot_tables = impl_->slot_table_budget.Take(Session::SlotTableBytes(config));
+  if (!slot_tables.ok()) return done(slot_tables.status());
   uint32_t lane = 0;
   for (uint32_t i = 1; i < impl_->lanes.size(); ++i) {
     if (impl_->lanes[i]->planned_bytes() < impl_->lanes[lane]->planned_bytes()) lane = i;
@@ -169,7 +173,10 @@ void Engine::Open(std::string id, SessionConfig config, CallContext context, Cal
   if (const absl::Status status = impl_->Claim(id, lane); !status.ok()) return done(status);
   impl_->lanes[lane]->AddPlannedBytes(planned_bytes);
   Task task{.context = std::move(context),
-            .work = OpenTask{.spec = {.id = id, .epoch = impl_->numbers.Next(), .config = std::move(config)},
+            .work = OpenTask{.spec = {.id = id,
+                                      .epoch = impl_->numbers.Next(),
+                                      .config = std::move(config),
+                                      .slot_tables = *std::move(slot_tables)},
                              .planned_bytes = planned_bytes,
                              .done = std::move(done)}};
   if (const absl::Status status = impl_->lanes[lane]->Post(task); !status.ok()) {
@@ -286,7 +293,8 @@ EngineMemory Engine::memory() const {
   return {.arena_bytes = arena.capacity_bytes(),
           .arena_free_bytes = arena.free_bytes(),
           .arena_reserved_bytes = arena.reserved_bytes(),
-          .arena_held_bytes = arena.held_bytes()};
+          .arena_held_bytes = arena.held_bytes(),
+          .slot_table_bytes = impl_->slot_table_budget.used()};
 }
 
 bool Engine::RunLane(uint32_t lane) {

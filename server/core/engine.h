@@ -44,6 +44,7 @@ struct EngineMemory {
   uint64_t arena_free_bytes = 0;
   uint64_t arena_reserved_bytes = 0;
   uint64_t arena_held_bytes = 0;
+  uint64_t slot_table_bytes = 0;  // host memory beside the arena
 };
 
 class Engine {
@@ -52,7 +53,7 @@ class Engine {
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options, Backend& backend, Clock& clock);
   ~Engine();  // drains at once
 
-  // `id` empty: the engine names it. ALREADY_EXISTS; RESOURCE_EXHAUSTED (ARENA_FULL, SESSION_LIMIT);
+  // `id` empty: the engine names it. ALREADY_EXISTS; RESOURCE_EXHAUSTED (ARENA_FULL, HOST_MEMORY_FULL, SESSION_LIMIT);
   // INVALID_ARGUMENT.
   void Open(std::string id, SessionConfig config, CallContext context, Callback<SessionInfo> done);
 

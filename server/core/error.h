@@ -14,6 +14,7 @@
 namespace ctkvr {
 
 inline constexpr char kReasonArenaFull[] = "ARENA_FULL";
+inline constexpr char kReasonHostMemoryFull[] = "HOST_MEMORY_FULL";
 inline constexpr char kReasonQueueFull[] = "QUEUE_FULL";
 inline constexpr char kReasonSessionLimit[] = "SESSION_LIMIT";
 inline constexpr char kReasonWrongPosition[] = "WRONG_POSITION";  // metadata expected_position
@@ -29,6 +30,7 @@ inline constexpr char kReasonDraining[] = "DRAINING";
 inline constexpr char kReasonBeforeIndex[] = "BEFORE_INDEX";  // metadata indexed_length
 inline constexpr char kReasonShorterLayer[] = "SHORTER_LAYER";
 inline constexpr char kReasonRowOverflow[] = "ROW_OVERFLOW";
+inline constexpr char kReasonCacheTooSmall[] = "CACHE_TOO_SMALL";  // metadata cache_slots
 
 struct ErrorDetail {
   std::string reason;  // empty: none

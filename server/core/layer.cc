@@ -17,6 +17,10 @@ size_t RawPageBytes(const LayerConfig& layer, DType dtype) {
 
 uint32_t CodingLength(const LayerConfig& layer) { return layer.selection.sink_tokens + limits::kMeanTokens; }
 
+uint32_t SlotTableSets(const LayerConfig& layer) {
+  return layer.selection.reduction == Reduction::kPerHead ? layer.q_heads : layer.kv_heads;
+}
+
 // The first `count` blocks and pointers stay.
 void ShrinkTable(std::vector<Block>& blocks, std::vector<std::byte*>& table, size_t count) {
   if (blocks.size() <= count) return;
@@ -58,6 +62,13 @@ Layer::Layer(const LayerConfig& config, const SessionConfig& session, const Memo
   if (config.query_centroids.centroids > 0) {
     index_.emplace(MakeIndexShape(config, session.token_limit), memory.index);
   }
+  if (session.cache_slots > 0) {
+    slot_table_.emplace(SlotTableSets(config), session.cache_slots, memory.first_cache_version);
+  }
+}
+
+size_t Layer::SlotTablesBytes(const LayerConfig& config, uint32_t cache_slots) {
+  return cache_slots == 0 ? 0 : SlotTableBytes(SlotTableSets(config), cache_slots);
 }
 
 uint32_t Layer::coding_length() const { return CodingLength(config_); }
@@ -143,6 +154,7 @@ void Layer::AddTo(MemoryInfo& memory) const {
     if (!head.raw_pages.empty()) memory.raw_bytes += head.raw_pages.size() * memory_.raw_pages->block_bytes();
   }
   memory.state_bytes += mean_block_.bytes();
+  if (slot_table_.has_value()) memory.slot_table_bytes += SlotTableBytes(slot_table_->sets(), slot_table_->slots());
   if (index_.has_value()) memory.index_bytes += index_->held_bytes();
 }
 

@@ -21,6 +21,7 @@
 #include "kernels/ops.h"
 #include "server/core/index.h"
 #include "server/core/memory_plan.h"
+#include "server/core/slot_table.h"
 #include "server/core/types.h"
 
 namespace ctkvr {
@@ -45,6 +46,7 @@ class Layer {
     Reservation* mean = nullptr;
     QueryIndex::Memory index;
     const float* signs = nullptr;
+    uint64_t first_cache_version = 0;
   };
   Layer(const LayerConfig& config, const SessionConfig& session, const Memory& memory);
 
@@ -86,6 +88,10 @@ class Layer {
 
   QueryIndex* index() { return index_.has_value() ? &*index_ : nullptr; }
   const QueryIndex* index() const { return index_.has_value() ? &*index_ : nullptr; }
+  // Null where the session has no row cache. Sets: KV heads; query heads where the layer selects per head.
+  SlotTable* slot_table() { return slot_table_.has_value() ? &*slot_table_ : nullptr; }
+  const SlotTable* slot_table() const { return slot_table_.has_value() ? &*slot_table_ : nullptr; }
+  static size_t SlotTablesBytes(const LayerConfig& config, uint32_t cache_slots);
   // Adds what the layer holds.
   void AddTo(MemoryInfo& memory) const;
 
@@ -108,6 +114,7 @@ class Layer {
   uint32_t length_ = 0;
   uint32_t code_generation_ = 0;
   std::optional<QueryIndex> index_;
+  std::optional<SlotTable> slot_table_;
 };
 
 }  // namespace ctkvr

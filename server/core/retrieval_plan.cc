@@ -117,8 +117,9 @@ absl::Status CheckAnswerBytes(const Layer& layer, const Query& query, const Quer
   if (query.answer.mode == AnswerMode::kAttention) return absl::OkStatus();
   const RowBytes row = AnswerRowBytes(layer, query.answer);
   uint64_t token_bytes = sizeof(uint32_t);
-  if (query.answer.mode != AnswerMode::kIds) token_bytes += sizeof(float) * plan.set_heads;
-  if (query.answer.mode == AnswerMode::kRows) token_bytes += row.key + row.value;
+  if (WantsScores(query.answer.mode)) token_bytes += sizeof(float) * plan.set_heads;
+  if (WantsRows(query.answer.mode)) token_bytes += row.key + row.value;
+  if (query.answer.mode == AnswerMode::kNewRows) token_bytes += 2 * sizeof(uint16_t);
   uint64_t tokens = 0;
   for (const PositionPlan& position : plan.positions) tokens += uint64_t{position.chosen_max} * plan.sets;
   // At most 2^6 positions of 2^8 sets of 2^22 tokens of 2^12 bytes: no overflow.
@@ -126,6 +127,25 @@ absl::Status CheckAnswerBytes(const Layer& layer, const Query& query, const Quer
   if (bytes <= limits::kReplyBytesMax) return absl::OkStatus();
   return absl::ResourceExhaustedError(absl::StrCat("the answer may take ", bytes, " bytes for ", tokens,
                                                    " tokens; the limit is ", limits::kReplyBytesMax));
+}
+
+// Whether the slot tables can take any answer of one set. An answer of several positions may still need more.
+absl::Status CheckSlotTable(const Layer& layer, const Query& query, const QueryPlan& plan) {
+  if (query.answer.mode != AnswerMode::kNewRows) return absl::OkStatus();
+  const SlotTable* table = layer.slot_table();
+  if (table == nullptr) {
+    return absl::FailedPreconditionError("answer.mode is new_rows; the session was opened with cache_slots 0");
+  }
+  if (plan.sets > table->sets()) {
+    return absl::InvalidArgumentError(
+        "answer.mode is new_rows and reduction is per_head; the layer has slot tables for KV heads: open the session "
+        "with per_head");
+  }
+  for (const PositionPlan& position : plan.positions) {
+    if (position.chosen_max <= table->slots()) continue;
+    return CacheTooSmallError(table->slots(), position.chosen_max);
+  }
+  return absl::OkStatus();
 }
 
 absl::Status CheckAfterIndex(const Layer& layer, const Query& query, const QueryPlan& plan) {
@@ -162,8 +182,15 @@ absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& ses
   const PositionPlan& last = plan.positions.back();
   if (last.path == Path::kSketch) plan.used.candidate_tokens = std::min(plan.used.candidate_tokens, last.visible());
   CTKVR_RETURN_IF_ERROR(CheckAfterIndex(layer, query, plan));
+  CTKVR_RETURN_IF_ERROR(CheckSlotTable(layer, query, plan));
   CTKVR_RETURN_IF_ERROR(CheckAnswerBytes(layer, query, plan));
   return plan;
+}
+
+absl::Status CacheTooSmallError(uint32_t cache_slots, uint64_t needed) {
+  return MakeError(absl::StatusCode::kFailedPrecondition,
+                   absl::StrCat("cache_slots is ", cache_slots, "; a set of the answer may need ", needed, " slots"),
+                   kReasonCacheTooSmall, {{"cache_slots", absl::StrCat(cache_slots)}});
 }
 
 RowBytes AnswerRowBytes(const Layer& layer, const AnswerOptions& answer) {

@@ -46,9 +46,12 @@ struct QueryPlan {
   uint32_t set_heads = 0;               // R: query heads a set
 };
 
-// INVALID_ARGUMENT: shapes, settings. OUT_OF_RANGE (BEFORE_INDEX): see Cache.Retrieve. RESOURCE_EXHAUSTED: the answer
-// might be larger than limits::kReplyBytesMax. REQUIRES: elements were checked.
+// INVALID_ARGUMENT: shapes, settings. OUT_OF_RANGE (BEFORE_INDEX): see Cache.Retrieve. FAILED_PRECONDITION: new rows
+// without slot tables, or with too few slots (CACHE_TOO_SMALL). RESOURCE_EXHAUSTED: the answer might be larger than
+// limits::kReplyBytesMax. REQUIRES: elements were checked.
 absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query);
+
+absl::Status CacheTooSmallError(uint32_t cache_slots, uint64_t needed);
 
 // Bytes of one row as answered.
 struct RowBytes {

@@ -30,12 +30,14 @@ struct RetrievalItem {
   size_t filled_scores = 0;
   size_t new_tokens = 0;
   size_t new_scores = 0;
+  bool placing = false;  // the layer's slot table has begun this answer
 
   const AnswerOptions& options() const { return query->answer; }
   // What the answer carries.
   bool wants_ids() const { return options().mode != AnswerMode::kAttention; }
-  bool wants_scores() const { return options().mode == AnswerMode::kScores || wants_rows(); }
-  bool wants_rows() const { return options().mode == AnswerMode::kRows; }
+  bool wants_scores() const { return WantsScores(options().mode); }
+  bool wants_rows() const { return WantsRows(options().mode); }
+  bool wants_new_rows() const { return options().mode == AnswerMode::kNewRows; }
   bool wants_attention() const { return options().mode == AnswerMode::kAttention; }
 };
 
@@ -65,13 +67,17 @@ struct RetrievalSet {
   uint32_t merged = 0;
   uint32_t chosen = 0;
   uint64_t overflow = 0;
-  std::vector<uint32_t> all_tokens;  // dense with rows
+  std::vector<uint32_t> all_tokens;   // dense with rows
+  std::vector<uint32_t> host_tokens;  // new rows: the chosen tokens, then those whose rows the worker lacks
+  uint32_t missing = 0;               // how many those are
   std::vector<uint32_t> selected_lists;
 
   bool is(Path path) const { return plan->path == path; }
   bool keeps_scores() const { return item->wants_scores() || item->wants_attention(); }
   bool scores() const { return !is(Path::kDense) || keeps_scores(); }
   bool selects() const { return !is(Path::kDense); }
+  // Tokens that the answer lists, with their rows where it has rows.
+  uint32_t listed() const { return item->wants_new_rows() ? missing : chosen; }
 };
 
 // Stages inputs, takes arrays and fills in the set's operations. What does not fit shows in memory.exhausted(); the set

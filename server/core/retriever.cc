@@ -49,6 +49,18 @@ T* At(std::string& bytes, size_t element) {
   return reinterpret_cast<T*>(bytes.data() + element * sizeof(T));
 }
 
+// At an item's first set, once the answers before it have placed theirs.
+void BeginCache(RetrievalItem& item) {
+  if (item.placing) return;
+  SlotTable& table = *item.layer->slot_table();
+  table.Begin({.sets = item.plan.sets,
+               .row_format = item.options().row_format,
+               .code_generation = item.layer->code_generation()},
+              item.query->cache_version);
+  item.answer.cache_version = table.version();
+  item.placing = true;
+}
+
 // Runs sets in rounds as large as scratch allows.
 class Rounds {
  public:
@@ -170,12 +182,16 @@ class Rounds {
   // Ids, scores, rows and attention into the answers.
   absl::Status Answer() {
     const TimePoint start = clock_.Now();
+    for (const auto& set : sets_) {
+      if (!set->selects()) set->chosen = set->plan->visible();
+    }
+    CTKVR_RETURN_IF_ERROR(PlaceNewRows());
     MakeRoom();
     std::vector<GatherRowsItem> gathers;
     std::vector<std::pair<std::byte*, std::byte*>> rows;  // where each gather's keys and values end
     std::vector<AttendItem> attends;
     for (const auto& set : sets_) {
-      if (!set->item->status.ok() || set->chosen == 0) continue;
+      if (!set->item->status.ok() || set->listed() == 0) continue;
       Fill(*set, gathers, rows);
       if (set->item->wants_attention()) attends.push_back(set->attend);
     }
@@ -190,14 +206,55 @@ class Rounds {
     return absl::OkStatus();
   }
 
+  // Gives the chosen tokens their slots, in the order of the answers; host_tokens are then those the worker lacks.
+  absl::Status PlaceNewRows() {
+    std::vector<RetrievalSet*> placed;
+    for (const auto& set : sets_) {
+      if (!set->item->status.ok() || !set->item->wants_new_rows()) continue;
+      set->host_tokens.resize(set->chosen);
+      if (set->selects()) {
+        memory_.CopyOut(set->host_tokens.data(), set->select.chosen, set->chosen);
+      } else {
+        std::iota(set->host_tokens.begin(), set->host_tokens.end(), set->plan->begin);
+      }
+      placed.push_back(set.get());
+    }
+    if (placed.empty()) return absl::OkStatus();
+    CTKVR_RETURN_IF_ERROR(memory_.Finish());
+    for (RetrievalSet* set : placed) {
+      if (set->item->status.ok()) PlaceSet(*set);
+    }
+    return absl::OkStatus();
+  }
+
+  void PlaceSet(RetrievalSet& set) {
+    RetrievalItem& item = *set.item;
+    struct Answer& answer = item.answer;
+    BeginCache(item);
+    const size_t before = answer.slots.size() / sizeof(uint16_t);
+    answer.slots.resize((before + set.chosen) * sizeof(uint16_t));
+    auto* const slots = At<uint16_t>(answer.slots, before);
+    if (!item.layer->slot_table()->Place(set.set, set.host_tokens, slots, missing_)) {
+      item.status = CacheTooSmallError(item.layer->slot_table()->slots(), item.layer->slot_table()->slots() + 1);
+      return;
+    }
+    set.missing = static_cast<uint32_t>(missing_.size());
+    answer.new_counts[size_t{set.position} * item.plan.sets + set.set] = set.missing;
+    const size_t new_before = answer.new_slots.size() / sizeof(uint16_t);
+    answer.new_slots.resize((new_before + set.missing) * sizeof(uint16_t));
+    for (uint32_t i = 0; i < set.missing; ++i) {
+      At<uint16_t>(answer.new_slots, new_before)[i] = slots[missing_[i]];
+      set.host_tokens[i] = set.host_tokens[missing_[i]];
+    }
+  }
+
   // Answers must not move while copies into them are under way, so they grow once a round.
   void MakeRoom() {
     for (const auto& set : sets_) {
       RetrievalItem& item = *set->item;
       if (!item.status.ok()) continue;
-      if (!set->selects()) set->chosen = set->plan->visible();
       item.answer.counts[size_t{set->position} * item.plan.sets + set->set] = set->chosen;
-      item.new_tokens += set->chosen;
+      item.new_tokens += set->listed();
       item.new_scores += size_t{set->chosen} * item.plan.set_heads;
     }
     for (const auto& set : sets_) {
@@ -215,11 +272,13 @@ class Rounds {
             std::vector<std::pair<std::byte*, std::byte*>>& rows) {
     RetrievalItem& item = *set.item;
     struct Answer& answer = item.answer;
-    const uint32_t count = set.chosen;
+    const uint32_t count = set.listed();
     const uint32_t heads = item.plan.set_heads;
     if (item.wants_ids()) {
       auto* ids = At<uint32_t>(answer.ids, item.filled_tokens);
-      if (set.selects()) {
+      if (item.wants_new_rows()) {
+        std::copy_n(set.host_tokens.data(), count, ids);
+      } else if (set.selects()) {
         memory_.CopyOut(ids, set.select.chosen, count);
       } else {
         std::iota(ids, ids + count, set.plan->begin);
@@ -238,6 +297,10 @@ class Rounds {
                         At<std::byte>(answer.values, item.filled_tokens * row.value));
       GatherRowsItem& gather = gathers.emplace_back(set.gather);
       gather.count_max = count;
+      if (item.wants_new_rows()) {
+        gather.tokens = memory_.In(set.host_tokens.data(), count);
+        gather.count = memory_.In(&set.missing, 1);
+      }
       if (memory_.shares_host_memory()) gather.keys = rows.back().first;
       if (memory_.shares_host_memory()) gather.values = rows.back().second;
     }
@@ -250,10 +313,10 @@ class Rounds {
     size_t next = 0;
     for (const auto& set : sets_) {
       const RetrievalItem& item = *set->item;
-      if (!item.status.ok() || set->chosen == 0 || !item.wants_rows()) continue;
+      if (!item.status.ok() || set->listed() == 0 || !item.wants_rows()) continue;
       const RowBytes row = AnswerRowBytes(*item.layer, item.options());
-      memory_.CopyOut(rows[next].first, gathers[next].keys, size_t{row.key} * set->chosen);
-      memory_.CopyOut(rows[next].second, gathers[next].values, size_t{row.value} * set->chosen);
+      memory_.CopyOut(rows[next].first, gathers[next].keys, size_t{row.key} * set->listed());
+      memory_.CopyOut(rows[next].second, gathers[next].values, size_t{row.value} * set->listed());
       memory_.CopyOut(&set->overflow, gathers[next].overflow, 1);
       ++next;
     }
@@ -284,6 +347,7 @@ class Rounds {
   BatchMemory memory_;
   const BatchMemory::Mark start_ = memory_.mark();
   std::vector<std::unique_ptr<RetrievalSet>> sets_;
+  std::vector<uint32_t> missing_;
 };
 
 // What is left where a set chooses nothing.
@@ -306,6 +370,7 @@ absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query));
   item.answer.counts.assign(item.plan.positions.size() * item.plan.sets, 0);
   if (item.wants_attention()) item.answer.attention = EmptyAttention(item.layer->config(), task.query->positions);
+  if (item.wants_new_rows()) item.answer.new_counts = item.answer.counts;
   return absl::OkStatus();
 }
 
@@ -329,9 +394,11 @@ void Conclude(const RetrievalTask& task, RetrievalItem& item, Stats& stats) {
     item.status = ConvertOutput(item.options().row_format, *item.answer.attention);
   }
   if (!item.status.ok()) {
+    if (item.placing) item.layer->slot_table()->Reset();
     *task.result = item.status;
     return;
   }
+  if (item.wants_new_rows()) BeginCache(item);  // none of its sets sees a token
   const Layer& layer = *item.layer;
   Answer& answer = item.answer;
   const AnswerOptions& options = item.options();
@@ -350,7 +417,8 @@ void Conclude(const RetrievalTask& task, RetrievalItem& item, Stats& stats) {
   for (const PositionPlan& position : item.plan.positions) {
     stats.retrievals[static_cast<size_t>(PathSource(position.path))].fetch_add(1, std::memory_order_relaxed);
   }
-  stats.chosen_tokens.fetch_add(item.filled_tokens, std::memory_order_relaxed);
+  stats.chosen_tokens.fetch_add(std::accumulate(answer.counts.begin(), answer.counts.end(), uint64_t{0}),
+                                std::memory_order_relaxed);
   stats.bytes_read.fetch_add(answer.bytes_read, std::memory_order_relaxed);
   stats.row_bytes.fetch_add(answer.keys.size() + answer.values.size(), std::memory_order_relaxed);
   task.session->CountRetrievals(item.plan.positions.size());

@@ -47,6 +47,14 @@ Reservation* At(std::vector<Reservation>& reservations, size_t request) {
 
 uint64_t Session::PlannedBytes(const SessionConfig& config) { return PlanSession(config).memory.bytes(); }
 
+uint64_t Session::SlotTableBytes(const SessionConfig& config) {
+  uint64_t bytes = 0;
+  for (const LayerConfig& layer : config.layers) {
+    if (!layer.absent) bytes += Layer::SlotTablesBytes(layer, config.cache_slots);
+  }
+  return bytes;
+}
+
 absl::StatusOr<std::unique_ptr<Session>> Session::Create(SessionSpec spec, Arena& arena, LaneDevice device) {
   SessionPlan plan = PlanSession(spec.config);
   absl::StatusOr<std::vector<Reservation>> reservations = arena.Reserve(plan.memory.requests());
@@ -90,7 +98,9 @@ void Session::MakeLayers(const std::vector<LayerRequests>& requests, const std::
                                                   .index = {.centroids = At(reservations_, request.index.centroids),
                                                             .lists = At(reservations_, request.index.lists),
                                                             .norms = At(reservations_, request.index.norms)},
-                                                  .signs = signs[i]});
+                                                  .signs = signs[i],
+                                                  // Layers' versions lie far apart, and sessions' by their epochs.
+                                                  .first_cache_version = epoch() + (uint64_t{i} << 40)});
   }
   maintenance_.resize(requests.size());
 }
@@ -148,6 +158,7 @@ absl::StatusOr<TruncateResult> Session::Truncate(LaneDevice device, uint32_t len
     if (result.removed_tokens.back() == 0) continue;
     if (layers_[i]->index() != nullptr) layers_[i]->index()->Truncate(length, counts[i]);
     layers_[i]->Commit(length);
+    if (layers_[i]->slot_table() != nullptr) layers_[i]->slot_table()->Truncate(length);
     maintenance_[i].wanted_length = std::min(maintenance_[i].wanted_length, length);
     maintenance_[i].failed_length = 0;
     if (build_ != nullptr && build_->layer == i) build_.reset();

@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/arena.h"
 #include "server/core/batch_memory.h"
+#include "server/core/host_budget.h"
 #include "server/core/layer.h"
 #include "server/core/types.h"
 
@@ -25,12 +26,15 @@ struct SessionSpec {
   std::string id;
   uint64_t epoch = 0;
   SessionConfig config;
+  HostBudget::Grant slot_tables;
 };
 
 class Session {
  public:
   // Bytes that Create will reserve. REQUIRES: a valid config, as below.
   static uint64_t PlannedBytes(const SessionConfig& config);
+  // Host memory of its slot tables.
+  static uint64_t SlotTableBytes(const SessionConfig& config);
   // RESOURCE_EXHAUSTED (ARENA_FULL); the backend's errors. Nothing stays taken then.
   static absl::StatusOr<std::unique_ptr<Session>> Create(SessionSpec spec, Arena& arena, LaneDevice device);
 

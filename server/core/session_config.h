@@ -101,6 +101,7 @@ struct SessionConfig {
   Maintenance maintenance = Maintenance::kAuto;
   std::string fingerprint;
   uint64_t rotation_seed = 0;  // 0: drawn by the engine
+  uint32_t cache_slots = 0;    // 0: no slot tables
 };
 
 // INVALID_ARGUMENT (field, value, limit) unless every number is within limits.h and the settings go together.

@@ -15,8 +15,8 @@ uint32_t BucketBits(uint32_t slots) { return static_cast<uint32_t>(std::bit_widt
 
 }  // namespace
 
-SlotTable::SlotTable(uint32_t sets, uint32_t slots)
-    : slots_(slots), bucket_shift_(32 - BucketBits(slots)), sets_(sets) {
+SlotTable::SlotTable(uint32_t sets, uint32_t slots, uint64_t first_version)
+    : slots_(slots), bucket_shift_(32 - BucketBits(slots)), sets_(sets), version_(first_version) {
   CTKVR_CHECK(slots > 0 && slots <= limits::kCacheSlotsMax);
   for (Set& set : sets_) {
     set.slots.resize(slots);
@@ -30,14 +30,12 @@ size_t SlotTableBytes(uint32_t sets, uint32_t slots) {
   return sets * (slots * kSlotBytes + (size_t{1} << BucketBits(slots)) * kBucketBytes);
 }
 
-void SlotTable::Begin(const SlotTableKind& kind, uint64_t applied, uint64_t sequence) {
-  if (kind != kind_ || applied < last_sequence_) Reset();
+void SlotTable::Begin(const RowKind& kind, uint64_t version) {
+  ++answer_;
+  if (kind != kind_ || version != version_ || answer_ == 0) Reset();  // 0: stamps of old answers would look new
+  if (answer_ == 0) answer_ = 1;
   kind_ = kind;
-  last_sequence_ = sequence;
-  if (++answer_ == 0) {  // stamps of old answers would look new
-    Reset();
-    answer_ = 1;
-  }
+  if (++version_ == 0) version_ = 1;  // 0 is a worker with an empty cache
 }
 
 bool SlotTable::Place(uint32_t set_index, std::span<const uint32_t> tokens, uint16_t* slots,
@@ -58,7 +56,10 @@ bool SlotTable::Place(uint32_t set_index, std::span<const uint32_t> tokens, uint
   }
   for (uint32_t i : missing) {
     const uint16_t slot = set.oldest;
-    if (set.slots[slot].answer == answer_) return false;
+    if (set.slots[slot].answer == answer_) {
+      Reset();
+      return false;
+    }
     if (set.slots[slot].answer != 0) Erase(set, slot);
     set.slots[slot].token = tokens[i];
     set.slots[slot].answer = answer_;
@@ -85,8 +86,7 @@ void SlotTable::Truncate(uint32_t length) {
 
 void SlotTable::Reset() {
   for (Set& set : sets_) Clear(set);
-  ++epoch_;
-  last_sequence_ = 0;
+  ++version_;
 }
 
 void SlotTable::Clear(Set& set) {

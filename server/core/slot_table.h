@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Which token's row lies in which slot of the worker's row cache: one layer of one session, `slots` slots for each of
-// its sets (a KV head; a query head under per_head). The server decides and the worker obeys, so that both hold the
-// same table. The least recently chosen token leaves first.
+// its sets (a KV head; a query head under per_head). The server decides and the worker obeys. The least recently chosen
+// token leaves first.
 //
-// Rows are those of one kind (Kind) only, delivered by one stream; anything else, a reply the worker has not applied,
-// or an error after a table moved empties the tables and starts a new epoch, and the next answer is complete.
+// Every answer gives the cache a new version, which the worker hands back with its next query of the layer. A worker
+// that comes with any other version (it lost an answer, restarted, is another worker) starts from empty tables, and its
+// answer is complete. So no answer can rest on a row that the worker lacks, whatever became of earlier ones.
 //
 // Memory is taken by the constructor alone: SlotTableBytes, in host memory. Not thread-safe: belongs to one lane.
 
@@ -21,37 +22,39 @@
 namespace ctkvr {
 
 // What makes the rows of two answers interchangeable.
-struct SlotTableKind {
-  uint64_t stream = 0;  // the Decode stream that delivers
+struct RowKind {
   uint32_t sets = 0;
   RowFormat row_format = RowFormat::kF16;
   uint32_t code_generation = 0;
 
-  bool operator==(const SlotTableKind&) const = default;
+  bool operator==(const RowKind&) const = default;
 };
 
 size_t SlotTableBytes(uint32_t sets, uint32_t slots);
 
 class SlotTable {
  public:
-  // sets: as many as any answer has. REQUIRES: 0 < slots <= limits::kCacheSlotsMax.
-  SlotTable(uint32_t sets, uint32_t slots);
+  // sets: as many as any answer has. first_version: no other table's versions lie near it.
+  // REQUIRES: 0 < slots <= limits::kCacheSlotsMax.
+  SlotTable(uint32_t sets, uint32_t slots, uint64_t first_version);
 
+  uint32_t sets() const { return static_cast<uint32_t>(sets_.size()); }
   uint32_t slots() const { return slots_; }
-  uint64_t epoch() const { return epoch_; }
+  // What the worker holds once it has the answer begun last.
+  uint64_t version() const { return version_; }
 
-  // Begins the answer that carries `sequence`. `applied`: of the last reply the worker applied.
-  // Empties the tables where they are of another kind or the worker lacks the last reply of this table.
-  void Begin(const SlotTableKind& kind, uint64_t applied, uint64_t sequence);
+  // Begins an answer to a worker that holds `version`; empties the tables where it lacks rows or they are of another
+  // kind.
+  void Begin(const RowKind& kind, uint64_t version);
 
   // Finds or makes places for one position's chosen tokens, ascending. slots [tokens]; `missing` gets the indices of
   // tokens whose rows the worker lacks, ascending. False when the tokens placed since Begin need more slots than there
-  // are: the caller must Reset.
+  // are, and the tables are empty then.
   bool Place(uint32_t set, std::span<const uint32_t> tokens, uint16_t* slots, std::vector<uint32_t>& missing);
 
   // Positions at and after `length` are gone.
   void Truncate(uint32_t length);
-  // All are gone; the epoch is a new one.
+  // The answer begun last will not be sent: all are gone, and no worker holds the version.
   void Reset();
 
  private:
@@ -82,9 +85,8 @@ class SlotTable {
   const uint32_t slots_;
   const uint32_t bucket_shift_;
   std::vector<Set> sets_;
-  SlotTableKind kind_;
-  uint64_t epoch_ = 1;
-  uint64_t last_sequence_ = 0;
+  RowKind kind_;
+  uint64_t version_;
   uint32_t answer_ = 0;
 };
 

@@ -61,7 +61,10 @@ struct AppendResult {
   bool repeated = false;
 };
 
-enum class AnswerMode : uint8_t { kIds, kScores, kRows, kAttention };
+enum class AnswerMode : uint8_t { kIds, kScores, kRows, kNewRows, kAttention };
+
+constexpr bool WantsScores(AnswerMode mode) { return mode == AnswerMode::kScores || mode == AnswerMode::kRows; }
+constexpr bool WantsRows(AnswerMode mode) { return mode == AnswerMode::kRows || mode == AnswerMode::kNewRows; }
 
 struct AnswerOptions {
   AnswerMode mode = AnswerMode::kScores;
@@ -80,6 +83,7 @@ struct Query {
   SelectionOverride selection;
   std::optional<uint32_t> local_begin;
   uint32_t local_sinks = 0;
+  uint64_t cache_version = 0;  // kNewRows: of the rows the worker holds of this layer; 0: none
   AnswerOptions answer;
 };
 
@@ -120,6 +124,11 @@ struct Answer {
   uint64_t bytes_read = 0;
   uint32_t always_tokens = 0;
   std::optional<PartialAttention> attention;  // AnswerMode::kAttention: over the chosen tokens
+  // kNewRows alone.
+  uint64_t cache_version = 0;
+  std::string slots;
+  std::vector<uint32_t> new_counts;  // [P, G]
+  std::string new_slots;
 };
 
 // Append, retrieve, or append then retrieve: one item of a Decode message, and the whole of the unary calls.
@@ -140,6 +149,7 @@ struct MemoryInfo {
   uint64_t raw_bytes = 0;
   uint64_t index_bytes = 0;
   uint64_t state_bytes = 0;
+  uint64_t slot_table_bytes = 0;  // host memory beside the arena: in none of the sums
   uint64_t held_bytes() const { return page_bytes + raw_bytes + index_bytes + state_bytes; }
 };
 

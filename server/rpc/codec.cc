@@ -145,7 +145,7 @@ absl::StatusOr<AnswerMode> DecodeAnswerMode(v1::AnswerMode mode) {
     case v1::ANSWER_MODE_ROWS:
       return AnswerMode::kRows;
     case v1::ANSWER_MODE_NEW_ROWS:
-      return NotServed("answer.mode ANSWER_MODE_NEW_ROWS");
+      return AnswerMode::kNewRows;
     case v1::ANSWER_MODE_ATTENTION:
       return AnswerMode::kAttention;
     default:
@@ -255,8 +255,6 @@ absl::StatusOr<AnswerOptions> DecodeAnswerOptions(const v1::AnswerOptions& messa
   CTKVR_ASSIGN_OR_RETURN(options.mode, DecodeAnswerMode(message.mode()));
   CTKVR_ASSIGN_OR_RETURN(options.row_format, DecodeRowFormat(message.row_format(), options.mode));
   if (message.remainder()) return NotServed("answer.remainder");
-  if (message.cache_slots() != 0) return NotServed("answer.cache_slots");
-  if (message.applied_sequence() != 0) return NotServed("answer.applied_sequence");
   options.known_code_generation = message.known_code_generation();
   return options;
 }
@@ -276,6 +274,7 @@ absl::StatusOr<Query> DecodeQuery(const v1::Query& message, const AnswerOptions&
                  .selection = {},
                  .local_begin = std::nullopt,
                  .local_sinks = message.local_sinks(),
+                 .cache_version = message.cache_version(),
                  .answer = answer};
   CTKVR_ASSIGN_OR_RETURN(query.selection, DecodeSelection(message.selection(), FieldPath(where, "selection")));
   if (message.has_local_begin()) query.local_begin = message.local_begin();

@@ -107,6 +107,7 @@ void EncodeLimits(const EngineOptions& options, v1::ServerLimits* message) {
   message->set_magnitude_max(limits::kMagnitudeMax);
   message->set_append_tokens_max(limits::kAppendTokensMax);
   message->set_reply_bytes_max(limits::kReplyBytesMax);
+  message->set_cache_slots_max(limits::kCacheSlotsMax);
 }
 
 absl::Status ReplyFull() {
@@ -220,6 +221,7 @@ void EncodeSessionOptions(const SessionConfig& config, v1::SessionOptions* optio
   options->set_maintenance(config.maintenance == Maintenance::kAuto ? v1::MAINTENANCE_AUTO : v1::MAINTENANCE_MANUAL);
   options->set_fingerprint(config.fingerprint);
   options->set_rotation_seed(config.rotation_seed);
+  options->set_cache_slots(config.cache_slots);
   options->set_value_tier(v1::VALUE_TIER_DEVICE);
   options->set_admission(v1::ADMISSION_AT_OPEN);
 }
@@ -274,6 +276,7 @@ void EncodeSessionInfo(const SessionInfo& info, v1::SessionInfo* message) {
   memory->set_raw_bytes(info.memory.raw_bytes);
   memory->set_index_bytes(info.memory.index_bytes);
   memory->set_state_bytes(info.memory.state_bytes);
+  memory->set_slot_table_bytes(info.memory.slot_table_bytes);
   if (row_pairs != 0) {
     memory->set_bytes_per_token_head(static_cast<double>(info.memory.page_bytes) / static_cast<double>(row_pairs));
     memory->set_share_of_f32(static_cast<double>(info.memory.held_bytes()) / static_cast<double>(f32_bytes));
@@ -287,7 +290,8 @@ uint64_t AnswerBytes(const Answer& answer) {
   constexpr uint64_t kCountBytesMax = 5;  // a 32-bit varint
   const auto& attention = answer.attention;
   return (attention ? attention->output.size() + attention->log_sum_exp.size() : 0) + answer.ids.size() +
-         answer.scores.size() + answer.keys.size() + answer.values.size() + answer.counts.size() * kCountBytesMax +
+         answer.scores.size() + answer.keys.size() + answer.values.size() + answer.slots.size() +
+         answer.new_slots.size() + (answer.counts.size() + answer.new_counts.size()) * kCountBytesMax +
          (answer.codec ? answer.codec->key_mean.size() * sizeof(float) : 0);
 }
 
@@ -306,6 +310,10 @@ void EncodeAnswer(Answer answer, uint32_t head_dim, v1::Answer* message) {
   message->set_indexed_length(answer.indexed_length);
   message->set_bytes_read(answer.bytes_read);
   message->set_always_tokens(answer.always_tokens);
+  message->set_cache_version(answer.cache_version);
+  message->set_slots(std::move(answer.slots));
+  message->mutable_new_counts()->Assign(answer.new_counts.begin(), answer.new_counts.end());
+  message->set_new_slots(std::move(answer.new_slots));
   if (!answer.attention.has_value()) return;
   PartialAttention& attention = *answer.attention;
   v1::Tensor* output = message->mutable_output();

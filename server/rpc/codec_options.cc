@@ -286,6 +286,7 @@ absl::StatusOr<SessionConfig> DecodeSessionOptions(const v1::SessionOptions& opt
       std::chrono::seconds(options.lease_seconds() == 0 ? limits::kLeaseSecondsDefault : options.lease_seconds());
   config.fingerprint = options.fingerprint();
   config.rotation_seed = options.rotation_seed();
+  config.cache_slots = options.cache_slots();
   return config;
 }
 

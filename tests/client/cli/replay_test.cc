@@ -165,6 +165,23 @@ TEST_F(ReplayTest, AttentionIsTimedAndNotCompared) {
   EXPECT_THAT(ReplayTable({*result}), HasSubstr("random"));
 }
 
+TEST_F(ReplayTest, NewRowsChooseTheSameTokensForFewerBytes) {
+  const auto trace = LoadTrace(CTKVR_TRACE);
+  ASSERT_THAT(trace, IsOk());
+  ReplayFlags flags;
+  flags.steps = 64;
+  const auto rows = Run(*trace, flags);
+  flags.selection.answer = "new_rows";
+  const auto new_rows = Run(*trace, flags);
+  ASSERT_THAT(rows, IsOk());
+  ASSERT_THAT(new_rows, IsOk());
+  EXPECT_EQ(new_rows->metrics.recall(), rows->metrics.recall());
+  EXPECT_EQ(new_rows->metrics.mass(), rows->metrics.mass());
+  EXPECT_EQ(new_rows->metrics.needles_found(), rows->metrics.needles_found());
+  EXPECT_LT(new_rows->reply_bytes, rows->reply_bytes / 4);
+  EXPECT_GT(new_rows->memory.slot_table_bytes(), 0u);
+}
+
 TEST_F(ReplayTest, FlagsThatContradictEachOtherAreRefused) {
   ReplayFlags flags;
   flags.selection.source = "exact";

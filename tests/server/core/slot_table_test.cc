@@ -33,50 +33,70 @@ Placed Place(SlotTable& table, uint32_t set, const std::vector<uint32_t>& tokens
   return placed;
 }
 
-SlotTableKind KindOf(uint64_t stream) { return {.stream = stream, .sets = 1}; }
+// The next answer to the worker that has all before it.
+void Begin(SlotTable& table) { table.Begin({.sets = table.sets()}, table.version()); }
 
 TEST(SlotTableTest, ATokenStaysInItsSlotUntilItIsTheLeastRecentlyChosen) {
-  SlotTable table(1, 4);
-  table.Begin(KindOf(1), 0, 1);
+  SlotTable table(1, 4, 100);
+  Begin(table);
   const Placed first = Place(table, 0, {10, 20, 30, 40});
   EXPECT_THAT(first.missing, ElementsAre(0, 1, 2, 3));
-  table.Begin(KindOf(1), 1, 2);
+  Begin(table);
   const Placed second = Place(table, 0, {20, 30, 50});
   EXPECT_THAT(second.missing, ElementsAre(2));
   EXPECT_EQ(second.slots[0], first.slots[1]);
   EXPECT_EQ(second.slots[1], first.slots[2]);
   EXPECT_EQ(second.slots[2], first.slots[0]) << "10 and 40 are equally old; the lower was placed first";
-  table.Begin(KindOf(1), 2, 3);
+  Begin(table);
   EXPECT_THAT(Place(table, 0, {40}).missing, IsEmpty());
 }
 
 TEST(SlotTableTest, PositionsOfOneAnswerDoNotTakeEachOthersSlots) {
-  SlotTable table(1, 4);
-  table.Begin(KindOf(1), 0, 1);
+  SlotTable table(1, 4, 100);
+  Begin(table);
   ASSERT_TRUE(Place(table, 0, {1, 2}).ok);
   const Placed second = Place(table, 0, {2, 3, 4});
   ASSERT_TRUE(second.ok);
   EXPECT_THAT(second.missing, ElementsAre(1, 2));
+  const uint64_t version = table.version();
   EXPECT_FALSE(Place(table, 0, {5}).ok) << "the four slots hold rows of this very answer";
+  EXPECT_NE(table.version(), version) << "the answer is not sent";
+  Begin(table);
+  EXPECT_EQ(Place(table, 0, {1, 2, 3, 4}).missing.size(), 4u);
 }
 
-TEST(SlotTableTest, WhateverMakesTheTablesDifferStartsANewEpoch) {
-  const auto epoch_after = [](SlotTableKind kind, uint64_t applied) {
-    SlotTable table(2, 8);
-    table.Begin({.stream = 1, .sets = 1}, 0, 5);
+TEST(SlotTableTest, AWorkerThatLacksRowsStartsFromAnEmptyCache) {
+  const auto is_emptied = [](RowKind kind, int64_t version_off) {
+    SlotTable table(2, 8, 100);
+    table.Begin({.sets = 1}, 0);
     EXPECT_TRUE(Place(table, 0, {7}).ok);
-    const uint64_t epoch = table.epoch();
-    table.Begin(kind, applied, 6);
-    const bool emptied = table.epoch() != epoch;
-    EXPECT_EQ(Place(table, 0, {7}).missing.size(), emptied ? 1u : 0u);
-    return emptied;
+    table.Begin(kind, table.version() + version_off);
+    return Place(table, 0, {7}).missing.size() == 1;
   };
-  EXPECT_FALSE(epoch_after({.stream = 1, .sets = 1}, 5));
-  EXPECT_TRUE(epoch_after({.stream = 1, .sets = 1}, 4)) << "the worker lacks reply 5";
-  EXPECT_TRUE(epoch_after({.stream = 2, .sets = 1}, 5));
-  EXPECT_TRUE(epoch_after({.stream = 1, .sets = 2}, 5));
-  EXPECT_TRUE(epoch_after({.stream = 1, .sets = 1, .row_format = RowFormat::kStorage}, 5));
-  EXPECT_TRUE(epoch_after({.stream = 1, .sets = 1, .code_generation = 1}, 5));
+  EXPECT_FALSE(is_emptied({.sets = 1}, 0));
+  EXPECT_TRUE(is_emptied({.sets = 1}, -1)) << "it lacks the last answer";
+  EXPECT_TRUE(is_emptied({.sets = 1}, 1));
+  EXPECT_TRUE(is_emptied({.sets = 2}, 0));
+  EXPECT_TRUE(is_emptied({.sets = 1, .row_format = RowFormat::kStorage}, 0));
+  EXPECT_TRUE(is_emptied({.sets = 1, .code_generation = 1}, 0));
+}
+
+TEST(SlotTableTest, AResetIsAVersionThatNobodyHolds) {
+  SlotTable table(1, 8, 100);
+  Begin(table);
+  ASSERT_TRUE(Place(table, 0, {7}).ok);
+  const uint64_t sent = table.version();
+  table.Reset();
+  table.Begin({.sets = 1}, sent);
+  EXPECT_THAT(Place(table, 0, {7}).missing, ElementsAre(0));
+}
+
+TEST(SlotTableTest, NoVersionIsThatOfAnEmptyCache) {
+  SlotTable table(1, 8, ~uint64_t{0} - 1);
+  for (int i = 0; i < 4; ++i) {
+    Begin(table);
+    EXPECT_NE(table.version(), 0u);
+  }
 }
 
 TEST(SlotTableTest, BytesAreWhatTheVectorsHold) {
@@ -131,9 +151,8 @@ TEST_P(SlotTableModelTest, AgreesWithAListInTheOrderOfUse) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
     std::mt19937 random(seed);
     const auto below = [&](uint32_t bound) { return static_cast<uint32_t>(random() % bound); };
-    SlotTable table(2, slots);
+    SlotTable table(2, slots, seed);
     std::vector<Model> models(2, Model(slots));
-    uint64_t sequence = 0;
     for (uint32_t step = 0; step < 20 + 2000 / slots; ++step) {
       const uint32_t action = below(40);
       if (action == 0) {
@@ -144,10 +163,7 @@ TEST_P(SlotTableModelTest, AgreesWithAListInTheOrderOfUse) {
         table.Reset();
         for (Model& model : models) model.Clear();
       }
-      table.Begin({.stream = 1, .sets = 2}, sequence, sequence + 1);
-      if (sequence++ == 0) {
-        for (Model& model : models) model.Clear();
-      }
+      Begin(table);
       for (uint32_t set = 0; set < 2; ++set) {
         std::set<uint32_t> chosen;
         for (uint32_t n = below(slots) + 1; n > 0; --n) chosen.insert(below(3 * slots + 2) * (set == 0 ? 1 : 4096));
@@ -164,14 +180,14 @@ TEST_P(SlotTableModelTest, AgreesWithAListInTheOrderOfUse) {
 INSTANTIATE_TEST_SUITE_P(Slots, SlotTableModelTest, ::testing::Values(1, 2, 3, 7, 64, 257));
 
 TEST(SlotTableTest, TheLargestTableUsesEverySlot) {
-  SlotTable table(1, limits::kCacheSlotsMax);
+  SlotTable table(1, limits::kCacheSlotsMax, 100);
   std::vector<uint32_t> tokens(limits::kCacheSlotsMax);
   for (uint32_t i = 0; i < tokens.size(); ++i) tokens[i] = i * 64;
-  table.Begin(KindOf(1), 0, 1);
+  Begin(table);
   const Placed placed = Place(table, 0, tokens);
   ASSERT_TRUE(placed.ok);
   EXPECT_EQ(std::set<uint16_t>(placed.slots.begin(), placed.slots.end()).size(), tokens.size());
-  table.Begin(KindOf(1), 1, 2);
+  Begin(table);
   EXPECT_THAT(Place(table, 0, tokens).missing, IsEmpty());
 }
 

@@ -41,6 +41,10 @@ Answer FullAnswer() {
   answer.indexed_length = 6;
   answer.bytes_read = 11;
   answer.always_tokens = 12;
+  answer.cache_version = 13;
+  answer.slots = std::string(100, 'l');
+  answer.new_counts = {2, 1};
+  answer.new_slots = std::string(100, 'n');
   return answer;
 }
 
@@ -69,6 +73,10 @@ TEST(EncodeAnswerTest, EveryFieldIsThere) {
   EXPECT_EQ(message.indexed_length(), 6u);
   EXPECT_EQ(message.bytes_read(), 11u);
   EXPECT_EQ(message.always_tokens(), 12u);
+  EXPECT_EQ(message.cache_version(), 13u);
+  EXPECT_EQ(message.slots(), std::string(100, 'l'));
+  EXPECT_THAT(message.new_counts(), ElementsAre(2, 1));
+  EXPECT_EQ(message.new_slots(), std::string(100, 'n'));
 }
 
 TEST(EncodeAnswerTest, AttentionIsThere) {

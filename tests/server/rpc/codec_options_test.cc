@@ -135,6 +135,7 @@ TEST(DecodeSessionOptionsTest, EveryFieldOfTheSessionIsTaken) {
   options.set_maintenance(v1::MAINTENANCE_MANUAL);
   options.set_fingerprint("print");
   options.set_rotation_seed(99);
+  options.set_cache_slots(40);
   options.mutable_softmax()->set_softmax_scale(0.5f);
   options.mutable_softmax()->set_logit_softcap(30);
   for (int h = 0; h < 8; ++h) options.mutable_softmax()->add_sink_logits(static_cast<float>(h));
@@ -150,6 +151,7 @@ TEST(DecodeSessionOptionsTest, EveryFieldOfTheSessionIsTaken) {
   EXPECT_EQ(config.maintenance, Maintenance::kManual);
   EXPECT_EQ(config.fingerprint, "print");
   EXPECT_EQ(config.rotation_seed, 99u);
+  EXPECT_EQ(config.cache_slots, 40u);
   const LayerConfig& layer = config.layers[0];
   EXPECT_EQ(layer.value_dim, 32u);
   EXPECT_EQ(layer.format, Format::kK6V4);
@@ -403,6 +405,7 @@ void ExpectReopensEqual(const SessionConfig& config) {
   EXPECT_EQ(again->maintenance, config.maintenance);
   EXPECT_EQ(again->fingerprint, config.fingerprint);
   EXPECT_EQ(again->rotation_seed, config.rotation_seed);
+  EXPECT_EQ(again->cache_slots, config.cache_slots);
 }
 
 LayerConfig RandomLayer(std::mt19937_64& random) {
@@ -440,6 +443,7 @@ TEST(EncodeSessionOptionsTest, RandomSessionsReopenEqual) {
     config.maintenance = random() % 2 == 0 ? Maintenance::kAuto : Maintenance::kManual;
     config.fingerprint = std::string("\0\xff", 2);
     config.rotation_seed = random();
+    config.cache_slots = static_cast<uint32_t>(random() % 3000);
     ExpectReopensEqual(config);
     if (::testing::Test::HasFailure()) return;
   }

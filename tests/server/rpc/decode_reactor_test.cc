@@ -144,15 +144,15 @@ TEST_F(DecodeTest, AMessageOverTheSizeLimitEndsTheStreamWithAnError) {
   EXPECT_THAT(stream->Finish(), IsRpc(grpc::StatusCode::RESOURCE_EXHAUSTED, "67108864"));
 }
 
-TEST_F(DecodeTest, AModeThatIsNotServedEndsTheStream) {
+TEST_F(DecodeTest, AnOptionThatIsNotServedEndsTheStream) {
   OpenWithTokens("a", 20);
   const auto stream = Start();
   v1::DecodeRequest request = MakeDecode("a", 0, 20, 1);
-  request.mutable_answer()->set_mode(v1::ANSWER_MODE_NEW_ROWS);
+  request.mutable_answer()->set_remainder(true);
   ASSERT_TRUE(stream->Write(request));
   v1::DecodeReply reply;
   EXPECT_FALSE(stream->Read(&reply));
-  EXPECT_THAT(stream->Finish(), IsRpc(grpc::StatusCode::UNIMPLEMENTED, "ANSWER_MODE_NEW_ROWS"));
+  EXPECT_THAT(stream->Finish(), IsRpc(grpc::StatusCode::UNIMPLEMENTED, "answer.remainder"));
 }
 
 TEST_F(DecodeTest, AStreamWithoutMessagesEndsWell) {

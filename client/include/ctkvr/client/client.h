@@ -23,6 +23,7 @@
 #include "ctkvr/client/attention.h"
 #include "ctkvr/client/error.h"
 #include "ctkvr/client/options.h"
+#include "ctkvr/client/row_cache.h"
 #include "ctkvr/client/row_decoder.h"
 #include "ctkvr/client/session.h"
 #include "ctkvr/client/streams.h"
