@@ -16,6 +16,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "kernels/attention_ops.h"
+#include "kernels/cluster_ops.h"
 #include "kernels/ops.h"
 
 namespace ctkvr {
@@ -86,6 +87,8 @@ class Backend {
   virtual absl::Status MergeCandidates(Stream& stream, std::span<const MergeCandidatesItem> items) = 0;
   virtual absl::Status GatherRows(Stream& stream, std::span<const GatherRowsItem> items) = 0;
   virtual absl::Status Attend(Stream& stream, std::span<const AttendItem> items) = 0;
+  virtual absl::Status BuildClusters(Stream& stream, std::span<const BuildClustersItem> items) = 0;
+  virtual absl::Status EstimateRest(Stream& stream, std::span<const EstimateRestItem> items) = 0;
 };
 
 }  // namespace ctkvr

@@ -122,6 +122,12 @@ class CpuBackend final : public Backend {
     return ForEach(items, cpu::GatherRows);
   }
   absl::Status Attend(Stream&, std::span<const AttendItem> items) override { return ForEach(items, cpu::Attend); }
+  absl::Status BuildClusters(Stream&, std::span<const BuildClustersItem> items) override {
+    return ForEach(items, cpu::BuildClusters);
+  }
+  absl::Status EstimateRest(Stream&, std::span<const EstimateRestItem> items) override {
+    return ForEach(items, cpu::EstimateRest);
+  }
 
  private:
   template <typename Item>

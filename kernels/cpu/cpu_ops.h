@@ -6,6 +6,7 @@
 #pragma once
 
 #include "kernels/attention_ops.h"
+#include "kernels/cluster_ops.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/ops.h"
 
@@ -24,5 +25,7 @@ void SelectLists(const CpuKernels& kernels, const SelectListsItem& item);
 void MergeCandidates(const CpuKernels& kernels, const MergeCandidatesItem& item);
 void GatherRows(const CpuKernels& kernels, const GatherRowsItem& item);
 void Attend(const CpuKernels& kernels, const AttendItem& item);
+void BuildClusters(const CpuKernels& kernels, const BuildClustersItem& item);
+void EstimateRest(const CpuKernels& kernels, const EstimateRestItem& item);
 
 }  // namespace ctkvr::cpu

@@ -129,6 +129,11 @@ std::vector<const void*> PointersOf(const Item& item) {
     return {item.lists, item.list_counts, item.selected, item.tokens, item.count, item.workspace};
   } else if constexpr (std::is_same_v<Item, AttendItem>) {
     return {item.tokens, item.count, item.scores, item.softmax.sink_logits, item.output, item.log_sum_exp};
+  } else if constexpr (std::is_same_v<Item, BuildClustersItem>) {
+    return {item.block, item.workspace};
+  } else if constexpr (std::is_same_v<Item, EstimateRestItem>) {
+    return {item.query.plain, item.blocks,      item.tokens,           item.count,
+            item.output,      item.log_sum_exp, item.value_means_read, item.workspace};
   } else {
     static_assert(std::is_same_v<Item, GatherRowsItem>, "an operation without a list of its arrays");
     return {item.tokens, item.count, item.keys, item.values, item.overflow};
@@ -243,6 +248,12 @@ absl::Status FakeBackend::GatherRows(Stream& stream, std::span<const GatherRowsI
 }
 absl::Status FakeBackend::Attend(Stream& stream, std::span<const AttendItem> items) {
   return Operate(stream, "Attend", items, &Backend::Attend);
+}
+absl::Status FakeBackend::BuildClusters(Stream& stream, std::span<const BuildClustersItem> items) {
+  return Operate(stream, "BuildClusters", items, &Backend::BuildClusters);
+}
+absl::Status FakeBackend::EstimateRest(Stream& stream, std::span<const EstimateRestItem> items) {
+  return Operate(stream, "EstimateRest", items, &Backend::EstimateRest);
 }
 
 }  // namespace ctkvr::testing

@@ -66,6 +66,8 @@ class FakeBackend final : public Backend {
   absl::Status MergeCandidates(Stream& stream, std::span<const MergeCandidatesItem> items) override;
   absl::Status GatherRows(Stream& stream, std::span<const GatherRowsItem> items) override;
   absl::Status Attend(Stream& stream, std::span<const AttendItem> items) override;
+  absl::Status BuildClusters(Stream& stream, std::span<const BuildClustersItem> items) override;
+  absl::Status EstimateRest(Stream& stream, std::span<const EstimateRestItem> items) override;
 
  private:
   class FakeStream;

@@ -10,7 +10,9 @@ const std::map<std::string, std::string>& CoveredBy() {
   static const auto* const table = new std::map<std::string, std::string>{
       // Operations: conformance cases hold every instruction set to the oracle.
       {"kernels/cpu/attend.cc", "tests/conformance/attend_op_test.cc"},
+      {"kernels/cpu/build_clusters.cc", "tests/conformance/cluster_op_test.cc"},
       {"kernels/cpu/build_lists.cc", "tests/conformance/list_op_test.cc"},
+      {"kernels/cpu/estimate_rest.cc", "tests/conformance/cluster_op_test.cc"},
       {"kernels/cpu/fit_mean.cc", "tests/conformance/row_op_test.cc"},
       {"kernels/cpu/gather_rows.cc", "tests/conformance/gather_op_test.cc"},
       {"kernels/cpu/merge_candidates.cc", "tests/conformance/list_op_test.cc"},

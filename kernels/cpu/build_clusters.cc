@@ -1,0 +1,278 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <numeric>
+#include <span>
+#include <utility>
+
+#include "kernels/base/check.h"
+#include "kernels/cpu/coded_key.h"
+#include "kernels/cpu/cpu_ops.h"
+#include "kernels/cpu/score_block.h"
+#include "kernels/cpu/stored_row.h"
+
+namespace ctkvr::cpu {
+namespace {
+
+constexpr uint32_t kLanes = 16;
+constexpr uint32_t kMeanLevelMax = 127;
+
+// REQUIRES: count a multiple of kLanes, as padded rows are.
+float DotOf(const float* a, const float* b, uint32_t count) {
+  float lanes[kLanes] = {};
+  for (uint32_t i = 0; i < count; i += kLanes) {
+    for (uint32_t lane = 0; lane < kLanes; ++lane) lanes[lane] += a[i + lane] * b[i + lane];
+  }
+  for (uint32_t width = kLanes / 2; width > 0; width /= 2) {
+    for (uint32_t lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
+  }
+  return lanes[0];
+}
+
+void AddScaled(float* to, const float* from, float factor, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) to[i] += factor * from[i];
+}
+
+class ClusterBuilder {
+ public:
+  ClusterBuilder(const CpuKernels& kernels, const BuildClustersItem& item)
+      : kernels_(kernels),
+        item_(item),
+        layout_(item.layout),
+        clusters_(CeilDiv(item.count, item.layout.tokens_per_cluster)),
+        padded_(PaddedFloats(item.layout.head_dim)),
+        padded_values_(PaddedFloats(item.layout.value_dim)) {
+    CTKVR_CHECK(item.count >= 1 && item.count <= kClusterBlockTokens && !item.view.raw());
+    CTKVR_CHECK(layout_.head_dim <= kDimMax && layout_.value_dim <= kDimMax);
+    auto* at = reinterpret_cast<float*>(RoundUp(reinterpret_cast<uintptr_t>(item.workspace), uintptr_t{64}));
+    const auto take = [&at](size_t count) { return std::exchange(at, at + count); };
+    keys_ = take(size_t{kClusterBlockTokens} * padded_);
+    directions_ = take(size_t{layout_.clusters} * padded_);
+    sums_ = take(size_t{layout_.clusters} * padded_);
+    value_sums_ = take(size_t{layout_.clusters} * padded_values_);
+    dots_ = take(size_t{kLanes} * layout_.clusters);
+    inverse_norms_ = take(kClusterBlockTokens);
+    squares_ = take(kClusterBlockTokens);
+    projections_ = take(kClusterBlockTokens);
+    order_ = reinterpret_cast<uint32_t*>(take(kClusterBlockTokens));
+    member_of_ = reinterpret_cast<uint32_t*>(take(kClusterBlockTokens));
+  }
+
+  void Build() {
+    LoadKeys();
+    Partition();
+    MakeDirections();
+    for (uint32_t round = 0; round < kClusterRounds; ++round) {
+      Assign();
+      MakeDirections();
+    }
+    Assign();
+    StoreMeans();
+  }
+
+ private:
+  float* key(uint32_t token) { return keys_ + size_t{token} * padded_; }
+
+  // Keys less their mean, their squares and the inverse of their norms (0 for a key that is the mean).
+  void LoadKeys() {
+    const HeadView& view = item_.view;
+    const uint32_t dim = layout_.head_dim;
+    for (uint32_t t = 0; t < item_.count; ++t) {
+      float* to = key(t);
+      const uint32_t token = item_.begin + t;
+      if (layout_.coded) {
+        kernels_.scan->decode_coded(CodedKeyAt(view, token), to);
+        const float scale = CodeScaleAt(view, token);
+        for (uint32_t i = 0; i < dim; ++i) to[i] = scale * (to[i] + 0.5f);
+      } else {
+        const FloatKey from = FloatKeyAt(view, token);
+        LoadRow(*kernels_.rows, from.data, from.dtype, to, dim);
+      }
+      std::fill(to + dim, to + padded_, 0.0f);
+    }
+    if (!layout_.coded) Centre();
+    for (uint32_t t = 0; t < item_.count; ++t) {
+      squares_[t] = DotOf(key(t), key(t), padded_);
+      inverse_norms_[t] = squares_[t] > 0 ? 1.0f / std::sqrt(squares_[t]) : 0.0f;
+    }
+  }
+
+  void Centre() {
+    float* centre = directions_;
+    std::fill(centre, centre + padded_, 0.0f);
+    for (uint32_t t = 0; t < item_.count; ++t)
+      AddScaled(centre, key(t), 1.0f / static_cast<float>(item_.count), padded_);
+    for (uint32_t t = 0; t < item_.count; ++t) AddScaled(key(t), centre, -1.0f, padded_);
+    std::memcpy(item_.block + layout_.centre_offset, centre, layout_.head_dim * sizeof(float));
+  }
+
+  // A set of tokens on its way into clusters [first, first + clusters).
+  struct Part {
+    uint32_t begin = 0;  // in order_
+    uint32_t end = 0;
+    uint32_t first = 0;
+    uint32_t clusters = 0;
+  };
+
+  // Halves until each part is one cluster.
+  void Partition() {
+    std::iota(order_, order_ + item_.count, 0u);
+    Part waiting[32];  // depth first: at most one a level
+    uint32_t count = 0;
+    waiting[count++] = {.begin = 0, .end = item_.count, .first = 0, .clusters = clusters_};
+    while (count > 0) {
+      const Part part = waiting[--count];
+      if (part.clusters == 1) {
+        for (uint32_t n = part.begin; n < part.end; ++n) member_of_[order_[n]] = part.first;
+        continue;
+      }
+      SortAlongLine(part);
+      const uint32_t low = part.clusters / 2;
+      const uint32_t middle = part.begin + (part.end - part.begin) * low / part.clusters;
+      waiting[count++] = {.begin = middle, .end = part.end, .first = part.first + low, .clusters = part.clusters - low};
+      waiting[count++] = {.begin = part.begin, .end = middle, .first = part.first, .clusters = low};
+    }
+  }
+
+  // The token of the part that lies farthest from `from`; ties: the first in order.
+  uint32_t Farthest(const Part& part, uint32_t from) {
+    uint32_t best = order_[part.begin];
+    float best_distance = -1;
+    for (uint32_t n = part.begin; n < part.end; ++n) {
+      const uint32_t token = order_[n];
+      const float distance = squares_[token] + squares_[from] - 2 * DotOf(key(token), key(from), padded_);
+      if (distance > best_distance) {
+        best_distance = distance;
+        best = token;
+      }
+    }
+    return best;
+  }
+
+  void SortAlongLine(const Part& part) {
+    const uint32_t far = Farthest(part, order_[part.begin]);
+    const uint32_t other = Farthest(part, far);
+    float* line = sums_;
+    std::memcpy(line, key(other), padded_ * sizeof(float));
+    AddScaled(line, key(far), -1.0f, padded_);
+    for (uint32_t n = part.begin; n < part.end; ++n) projections_[order_[n]] = DotOf(key(order_[n]), line, padded_);
+    std::sort(order_ + part.begin, order_ + part.end, [this](uint32_t a, uint32_t b) {
+      return projections_[a] != projections_[b] ? projections_[a] < projections_[b] : a < b;
+    });
+  }
+
+  // A cluster without a direction keeps the one it had.
+  void MakeDirections() {
+    std::fill(sums_, sums_ + size_t{clusters_} * padded_, 0.0f);
+    for (uint32_t t = 0; t < item_.count; ++t) {
+      AddScaled(sums_ + size_t{member_of_[t]} * padded_, key(t), inverse_norms_[t], padded_);
+    }
+    for (uint32_t c = 0; c < clusters_; ++c) {
+      float* sum = sums_ + size_t{c} * padded_;
+      const float square = DotOf(sum, sum, padded_);
+      float* direction = directions_ + size_t{c} * padded_;
+      const float inverse = square > 0 ? 1.0f / std::sqrt(square) : 0.0f;
+      if (square > 0 || !directed_) {
+        for (uint32_t i = 0; i < padded_; ++i) direction[i] = inverse * sum[i];
+      }
+    }
+    directed_ = true;
+  }
+
+  // A token's norm changes no order of its cosines.
+  void Assign() {
+    for (uint32_t begin = 0; begin < item_.count; begin += kScoreBlockTokens) {
+      const uint32_t count = std::min(kScoreBlockTokens, item_.count - begin);
+      kernels_.scan->dots({.keys = key(begin),
+                           .queries = directions_,
+                           .tokens = count,
+                           .heads = clusters_,
+                           .padded_dim = padded_,
+                           .dots = dots_,
+                           .stride = kScoreBlockTokens});
+      float best[kScoreBlockTokens];
+      std::copy(dots_, dots_ + count, best);
+      std::fill(member_of_ + begin, member_of_ + begin + count, 0u);
+      for (uint32_t c = 1; c < clusters_; ++c) {
+        for (uint32_t n = 0; n < count; ++n) {
+          const float dot = dots_[size_t{c} * kScoreBlockTokens + n];
+          if (!(dot > best[n])) continue;
+          best[n] = dot;
+          member_of_[begin + n] = c;
+        }
+      }
+    }
+  }
+
+  void StoreMeans() {
+    const std::span<uint16_t> counts(reinterpret_cast<uint16_t*>(item_.block + layout_.counts_offset),
+                                     layout_.clusters);
+    std::fill(counts.begin(), counts.end(), uint16_t{0});
+    std::fill(sums_, sums_ + size_t{clusters_} * padded_, 0.0f);
+    std::fill(value_sums_, value_sums_ + size_t{clusters_} * padded_values_, 0.0f);
+    float value[kDimMax];
+    for (uint32_t t = 0; t < item_.count; ++t) {
+      const uint32_t c = member_of_[t];
+      ++counts[c];
+      item_.block[layout_.members_offset + t] = static_cast<std::byte>(c);
+      AddScaled(sums_ + size_t{c} * padded_, key(t), 1, padded_);
+      DecodeValue(*kernels_.rows, item_.view, item_.begin + t, value);
+      AddScaled(value_sums_ + size_t{c} * padded_values_, value, 1, layout_.value_dim);
+    }
+    for (uint32_t c = 0; c < clusters_; ++c) {
+      if (counts[c] == 0) continue;
+      const float share = 1.0f / static_cast<float>(counts[c]);
+      StoreMean(sums_ + size_t{c} * padded_, share,
+                {.levels = layout_.key_means_offset, .scales = layout_.key_scales_offset, .dim = layout_.head_dim}, c);
+      StoreMean(value_sums_ + size_t{c} * padded_values_, share,
+                {.levels = layout_.value_means_offset, .scales = layout_.value_scales_offset, .dim = layout_.value_dim},
+                c);
+    }
+  }
+
+  // Where means of one kind lie in the block.
+  struct Place {
+    uint32_t levels = 0;
+    uint32_t scales = 0;
+    uint32_t dim = 0;
+  };
+  void StoreMean(float* sum, float share, const Place& place, uint32_t cluster) {
+    float largest = 0;
+    for (uint32_t i = 0; i < place.dim; ++i) {
+      sum[i] *= share;
+      largest = std::max(largest, std::fabs(sum[i]));
+    }
+    const float scale = largest / kMeanLevelMax;
+    auto* levels = reinterpret_cast<int8_t*>(item_.block + place.levels) + size_t{cluster} * place.dim;
+    for (uint32_t i = 0; i < place.dim; ++i) {
+      const float level = scale > 0 ? std::nearbyint(sum[i] / scale) : 0.0f;
+      levels[i] = static_cast<int8_t>(std::clamp(level, -float{kMeanLevelMax}, float{kMeanLevelMax}));
+    }
+    std::memcpy(item_.block + place.scales + cluster * sizeof(float), &scale, sizeof(float));
+  }
+
+  const CpuKernels& kernels_;
+  const BuildClustersItem& item_;
+  const ClusterLayout& layout_;
+  const uint32_t clusters_;
+  const uint32_t padded_, padded_values_;
+  float* keys_ = nullptr;        // [tokens, padded]
+  float* directions_ = nullptr;  // [clusters, padded]
+  float* sums_ = nullptr;        // [clusters, padded]
+  float* value_sums_ = nullptr;  // [clusters, padded_values]
+  float* dots_ = nullptr;        // [clusters, kScoreBlockTokens]
+  float* inverse_norms_ = nullptr;
+  float* squares_ = nullptr;
+  float* projections_ = nullptr;
+  uint32_t* order_ = nullptr;
+  uint32_t* member_of_ = nullptr;
+  bool directed_ = false;
+};
+
+}  // namespace
+
+void BuildClusters(const CpuKernels& kernels, const BuildClustersItem& item) { ClusterBuilder(kernels, item).Build(); }
+
+}  // namespace ctkvr::cpu

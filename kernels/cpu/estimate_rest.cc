@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "kernels/base/check.h"
+#include "kernels/cpu/cpu_ops.h"
+#include "kernels/cpu/score_block.h"
+
+namespace ctkvr::cpu {
+namespace {
+
+// Logarithms of what may be left of a cluster.
+const std::array<float, kClusterBlockTokens + 1>& LogCounts() {
+  static const auto table = [] {
+    std::array<float, kClusterBlockTokens + 1> logs;
+    for (size_t i = 0; i < logs.size(); ++i) logs[i] = std::log(static_cast<float>(i));
+    return logs;
+  }();
+  return table;
+}
+
+void WidenLevels(const int8_t* levels, float* to, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) to[i] = levels[i];
+}
+
+class RestEstimator {
+ public:
+  RestEstimator(const CpuKernels& kernels, const EstimateRestItem& item)
+      : kernels_(kernels),
+        item_(item),
+        layout_(item.layout),
+        heads_(item.query.heads),
+        padded_(PaddedFloats(item.layout.head_dim)),
+        stride_(ClusterBlocks(item.begin, item.end) * item.layout.clusters) {
+    CTKVR_CHECK(heads_ <= kGroupHeadsMax && layout_.head_dim <= kDimMax && layout_.value_dim <= kDimMax);
+    auto* words = reinterpret_cast<uint32_t*>(RoundUp(reinterpret_cast<uintptr_t>(item.workspace), uintptr_t{64}));
+    left_ = words;
+    entries_ = words + stride_;
+    logits_ = reinterpret_cast<float*>(words + size_t{2} * stride_);
+  }
+
+  void Run() {
+    CountLeft();
+    LoadQueries();
+    for (uint32_t block = 0; block < ClusterBlocks(item_.begin, item_.end); ++block) ScoreClusters(block);
+    Finish();
+  }
+
+ private:
+  // Of every cluster, the tokens that are visible and not listed.
+  void CountLeft() {
+    for (uint32_t block = 0; block < ClusterBlocks(item_.begin, item_.end); ++block) {
+      const std::byte* counts = item_.blocks[block] + layout_.counts_offset;
+      for (uint32_t c = 0; c < layout_.clusters; ++c) {
+        uint16_t count;
+        std::memcpy(&count, counts + c * sizeof(count), sizeof(count));
+        left_[block * layout_.clusters + c] = count;
+      }
+    }
+    const uint32_t visible_begin = std::clamp(item_.visible_begin, item_.begin, item_.end);
+    const uint32_t visible_end = std::clamp(item_.visible_end, visible_begin, item_.end);
+    for (uint32_t token = item_.begin; token < visible_begin; ++token) TakeOut(token);
+    for (uint32_t token = visible_end; token < item_.end; ++token) TakeOut(token);
+    for (uint32_t n = 0; n < *item_.count; ++n) {
+      const uint32_t token = item_.tokens[n];
+      if (token >= visible_begin && token < visible_end) TakeOut(token);
+    }
+  }
+  void TakeOut(uint32_t token) {
+    const uint32_t block = (token - item_.begin) / kClusterBlockTokens;
+    const uint32_t place = (token - item_.begin) % kClusterBlockTokens;
+    const auto cluster = static_cast<uint32_t>(item_.blocks[block][layout_.members_offset + place]);
+    --left_[block * layout_.clusters + cluster];
+  }
+
+  void LoadQueries() {
+    const float* from = layout_.coded ? item_.query.rotated : item_.query.plain;
+    for (uint32_t r = 0; r < heads_; ++r) {
+      float* row = queries_ + size_t{r} * padded_;
+      std::memcpy(row, from + size_t{r} * layout_.head_dim, layout_.head_dim * sizeof(float));
+      std::fill(row + layout_.head_dim, row + padded_, 0.0f);
+    }
+  }
+
+  // <query r, what the block's means are relative to>.
+  void FindOrigins(const std::byte* block, float* origins) {
+    if (layout_.coded) {
+      std::copy(item_.query.mean_dot, item_.query.mean_dot + heads_, origins);
+      return;
+    }
+    std::memcpy(rows_, block + layout_.centre_offset, layout_.head_dim * sizeof(float));
+    std::fill(rows_ + layout_.head_dim, rows_ + padded_, 0.0f);
+    Dots(1, origins, 1);
+  }
+  void Dots(uint32_t rows, float* dots, size_t stride) {
+    kernels_.scan->dots({.keys = rows_,
+                         .queries = queries_,
+                         .tokens = rows,
+                         .heads = heads_,
+                         .padded_dim = padded_,
+                         .dots = dots,
+                         .stride = stride});
+  }
+
+  // Appends the block's clusters that have tokens left, with log weights.
+  void ScoreClusters(uint32_t block_index) {
+    const std::byte* block = item_.blocks[block_index];
+    const uint32_t base = block_index * layout_.clusters;
+    float origins[kGroupHeadsMax];
+    FindOrigins(block, origins);
+    uint32_t cluster = 0;
+    while (cluster < layout_.clusters) {
+      uint32_t rows = 0;
+      for (; cluster < layout_.clusters && rows < kScoreBlockTokens; ++cluster) {
+        if (left_[base + cluster] == 0) continue;
+        const std::byte* levels = block + layout_.key_means_offset + size_t{cluster} * layout_.head_dim;
+        float* row = rows_ + size_t{rows} * padded_;
+        WidenLevels(reinterpret_cast<const int8_t*>(levels), row, layout_.head_dim);
+        std::fill(row + layout_.head_dim, row + padded_, 0.0f);
+        entries_[entry_count_ + rows++] = base + cluster;
+      }
+      if (rows == 0) continue;
+      float* logits = logits_ + entry_count_;
+      Dots(rows, logits, stride_);
+      for (uint32_t r = 0; r < heads_; ++r) {
+        for (uint32_t n = 0; n < rows; ++n) {
+          const uint32_t entry = entries_[entry_count_ + n];
+          float scale;
+          std::memcpy(&scale, block + layout_.key_scales_offset + (entry - base) * sizeof(float), sizeof(float));
+          float& logit = logits[r * stride_ + n];
+          logit = LogitOf(scale * logit + origins[r]) + LogCounts()[left_[entry]];
+        }
+      }
+      entry_count_ += rows;
+    }
+  }
+  float LogitOf(float score) const {
+    const SoftmaxParams& softmax = item_.softmax;
+    const float logit = softmax.scale * score;
+    return softmax.softcap > 0 ? softmax.softcap * std::tanh(logit / softmax.softcap) : logit;
+  }
+
+  void Finish() {
+    std::fill(item_.output, item_.output + size_t{heads_} * layout_.value_dim, 0.0f);
+    *item_.value_means_read = 0;
+    float least[kGroupHeadsMax];  // log weight from which a cluster's value is read
+    double log_sum[kGroupHeadsMax];
+    for (uint32_t r = 0; r < heads_; ++r) {
+      item_.log_sum_exp[r] = -std::numeric_limits<float>::infinity();
+      if (entry_count_ == 0) continue;
+      const float* logits = logits_ + size_t{r} * stride_;
+      const float largest = kernels_.scan->max_of(logits, entry_count_);
+      log_sum[r] =
+          largest + std::log(kernels_.scan->sum_exp(logits, entry_count_, {.scale = 1, .origin = largest}, nullptr));
+      item_.log_sum_exp[r] = static_cast<float>(log_sum[r]);
+      least[r] = static_cast<float>(log_sum[r] - std::log(65536.0 * entry_count_));
+    }
+    for (uint32_t n = 0; n < entry_count_; ++n) AddValue(n, least, log_sum);
+  }
+
+  void AddValue(uint32_t n, const float* least, const double* log_sum) {
+    bool read = false;
+    alignas(64) float value[kDimMax];
+    for (uint32_t r = 0; r < heads_; ++r) {
+      const float logit = logits_[r * stride_ + n];
+      if (logit < least[r]) continue;
+      const std::byte* block = item_.blocks[entries_[n] / layout_.clusters];
+      const uint32_t cluster = entries_[n] % layout_.clusters;
+      if (!read) {
+        const std::byte* levels = block + layout_.value_means_offset + size_t{cluster} * layout_.value_dim;
+        WidenLevels(reinterpret_cast<const int8_t*>(levels), value, layout_.value_dim);
+        read = true;
+      }
+      float scale;
+      std::memcpy(&scale, block + layout_.value_scales_offset + cluster * sizeof(float), sizeof(float));
+      const auto weight = static_cast<float>(std::exp(logit - log_sum[r])) * scale;
+      float* output = item_.output + size_t{r} * layout_.value_dim;
+      for (uint32_t i = 0; i < layout_.value_dim; ++i) output[i] += weight * value[i];
+    }
+    *item_.value_means_read += read;
+  }
+
+  const CpuKernels& kernels_;
+  const EstimateRestItem& item_;
+  const ClusterLayout& layout_;
+  const uint32_t heads_;
+  const uint32_t padded_;
+  const uint32_t stride_;        // clusters of all blocks
+  uint32_t* left_ = nullptr;     // [stride]
+  uint32_t* entries_ = nullptr;  // [stride]: clusters with tokens left, ascending
+  float* logits_ = nullptr;      // [heads, stride]: log weights of the entries
+  uint32_t entry_count_ = 0;
+  alignas(64) float queries_[kGroupHeadsMax * PaddedFloats(kDimMax)];
+  alignas(64) float rows_[kScoreBlockTokens * PaddedFloats(kDimMax)];
+};
+
+}  // namespace
+
+void EstimateRest(const CpuKernels& kernels, const EstimateRestItem& item) { RestEstimator(kernels, item).Run(); }
+
+}  // namespace ctkvr::cpu

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+
+#include "tests/testing/cluster_oracle.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <numeric>
+
+namespace ctkvr::oracle {
+namespace {
+
+template <typename T>
+T ReadAt(const std::byte* bytes, size_t index) {
+  T value;
+  std::memcpy(&value, bytes + index * sizeof(T), sizeof(T));
+  return value;
+}
+
+Row ReadMean(const std::byte* levels, const std::byte* scales, size_t cluster, size_t dim) {
+  Row mean(dim);
+  for (size_t i = 0; i < dim; ++i) {
+    mean[i] = double{ReadAt<float>(scales, cluster)} * ReadAt<int8_t>(levels, cluster * dim + i);
+  }
+  return mean;
+}
+
+Row Difference(const Row& a, const Row& b) {
+  Row row(a.size());
+  for (size_t i = 0; i < a.size(); ++i) row[i] = a[i] - b[i];
+  return row;
+}
+
+// Zeros stay zeros.
+Row Direction(const Row& a) {
+  const double norm = std::sqrt(Dot(a, a));
+  Row row(a);
+  for (double& element : row) element = norm > 0 ? element / norm : 0;
+  return row;
+}
+
+Matrix Directions(const Matrix& keys, const std::vector<uint32_t>& cluster_of, const Matrix& before) {
+  Matrix sums(before.size(), Row(keys[0].size()));
+  for (size_t t = 0; t < keys.size(); ++t) {
+    const Row direction = Direction(keys[t]);
+    for (size_t i = 0; i < direction.size(); ++i) sums[cluster_of[t]][i] += direction[i];
+  }
+  for (size_t c = 0; c < sums.size(); ++c) sums[c] = Dot(sums[c], sums[c]) > 0 ? Direction(sums[c]) : before[c];
+  return sums;
+}
+
+// A value stands for `counts` tokens of logits [R][values].
+Attention AttendWeighted(const Matrix& logits, const Matrix& values, const Row& counts) {
+  Attention attention;
+  for (const Row& row : logits) {
+    double largest = -std::numeric_limits<double>::infinity(), sum = 0;
+    for (size_t t = 0; t < row.size(); ++t) {
+      if (counts[t] > 0) largest = std::max(largest, row[t]);
+    }
+    Row& output = attention.output.emplace_back(values[0].size());
+    for (size_t t = 0; t < row.size(); ++t) {
+      const double weight = counts[t] * std::exp(row[t] - largest);
+      if (!(weight > 0)) continue;
+      sum += weight;
+      for (size_t i = 0; i < output.size(); ++i) output[i] += weight * values[t][i];
+    }
+    for (double& element : output) element = sum > 0 ? element / sum : 0;
+    attention.log_sum_exp.push_back(sum > 0 ? largest + std::log(sum) : largest);
+  }
+  return attention;
+}
+
+}  // namespace
+
+Clusters DecodeClusters(const ClusterLayout& layout, std::span<const std::byte* const> blocks, uint32_t tokens,
+                        const Codec& codec) {
+  Clusters clusters;
+  for (const std::byte* block : blocks) {
+    const size_t first = clusters.counts.size();
+    for (size_t c = 0; c < layout.clusters; ++c) {
+      clusters.counts.push_back(ReadAt<uint16_t>(block + layout.counts_offset, c));
+      clusters.keys.emplace_back(layout.head_dim);
+      clusters.values.emplace_back(layout.value_dim);
+      if (clusters.counts.back() == 0) continue;
+      Row key = ReadMean(block + layout.key_means_offset, block + layout.key_scales_offset, c, layout.head_dim);
+      if (layout.coded) key = Unrotated(key, codec.signs);
+      for (size_t i = 0; i < key.size(); ++i) {
+        key[i] += layout.coded ? codec.mean[i] : double{ReadAt<float>(block + layout.centre_offset, i)};
+      }
+      clusters.keys.back() = key;
+      clusters.values.back() =
+          ReadMean(block + layout.value_means_offset, block + layout.value_scales_offset, c, layout.value_dim);
+    }
+    for (size_t t = 0; t < kClusterBlockTokens && clusters.cluster_of.size() < tokens; ++t) {
+      clusters.cluster_of.push_back(static_cast<uint32_t>(first + ReadAt<uint8_t>(block + layout.members_offset, t)));
+    }
+  }
+  return clusters;
+}
+
+std::vector<uint32_t> ClusterKeys(const Matrix& keys, uint32_t clusters) {
+  std::vector<uint32_t> cluster_of(keys.size());
+  const auto farthest = [&](const std::vector<size_t>& part, size_t from) {
+    return *std::max_element(part.begin(), part.end(), [&](size_t a, size_t b) {
+      const Row to_a = Difference(keys[a], keys[from]), to_b = Difference(keys[b], keys[from]);
+      return Dot(to_a, to_a) < Dot(to_b, to_b);
+    });
+  };
+  const std::function<void(std::vector<size_t>, uint32_t, uint32_t)> halve = [&](std::vector<size_t> part,
+                                                                                 uint32_t first, uint32_t count) {
+    if (count == 1) {
+      for (const size_t t : part) cluster_of[t] = first;
+      return;
+    }
+    const size_t far = farthest(part, part[0]);
+    const Row line = Difference(keys[farthest(part, far)], keys[far]);
+    std::sort(part.begin(), part.end(),
+              [&](size_t a, size_t b) { return std::pair(Dot(keys[a], line), a) < std::pair(Dot(keys[b], line), b); });
+    const auto middle = part.begin() + static_cast<std::ptrdiff_t>(part.size() * (count / 2) / count);
+    halve({part.begin(), middle}, first, count / 2);
+    halve({middle, part.end()}, first + count / 2, count - count / 2);
+  };
+  std::vector<size_t> all(keys.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  halve(all, 0, clusters);
+  Matrix directions(clusters, Row(keys[0].size()));
+  for (uint32_t round = 0; round <= kClusterRounds; ++round) {
+    directions = Directions(keys, cluster_of, directions);
+    if (round == kClusterRounds) break;
+    for (size_t t = 0; t < keys.size(); ++t) {
+      Row cosines;
+      for (const Row& direction : directions) cosines.push_back(Dot(keys[t], direction));
+      cluster_of[t] = static_cast<uint32_t>(std::max_element(cosines.begin(), cosines.end()) - cosines.begin());
+    }
+  }
+  return cluster_of;
+}
+
+double SumOfCosines(const Matrix& keys, const std::vector<uint32_t>& cluster_of) {
+  const uint32_t clusters = *std::max_element(cluster_of.begin(), cluster_of.end()) + 1;
+  const Matrix directions = Directions(keys, cluster_of, Matrix(clusters, Row(keys[0].size())));
+  double sum = 0;
+  for (size_t t = 0; t < keys.size(); ++t) sum += Dot(Direction(keys[t]), directions[cluster_of[t]]);
+  return sum;
+}
+
+Attention Remainder(const Clusters& clusters, const std::vector<uint32_t>& left_out, uint32_t begin,
+                    const Matrix& queries, const Softmax& softmax) {
+  Row left(clusters.counts.begin(), clusters.counts.end());
+  for (const uint32_t token : left_out) {
+    if (token >= begin && token - begin < clusters.cluster_of.size()) left[clusters.cluster_of[token - begin]] -= 1;
+  }
+  return AttendWeighted(Logits(Scores(queries, clusters.keys), softmax), clusters.values, left);
+}
+
+}  // namespace ctkvr::oracle
