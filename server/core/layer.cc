@@ -37,7 +37,7 @@ void GrowTable(Reservation& reservation, std::vector<Block>& blocks, std::vector
 
 }  // namespace
 
-LayerRequests PlanLayer(const LayerConfig& layer, const SessionConfig& session, bool spare, MemoryPlan& plan) {
+LayerRequests PlanLayer(const LayerConfig& layer, const SessionConfig& session, LayerSpares spares, MemoryPlan& plan) {
   const PageLayout layout = MakePageLayout(layer.format, layer.head_dim, layer.value_dim, session.first_planes);
   LayerRequests requests;
   requests.pages = plan.Add(layout.page_bytes, layer.kv_heads * Layer::page_count(session.token_limit));
@@ -48,7 +48,10 @@ LayerRequests PlanLayer(const LayerConfig& layer, const SessionConfig& session, 
     requests.mean = plan.Add(sizeof(float) * layer.kv_heads * layer.head_dim, 1);
   }
   if (layer.query_centroids.centroids > 0) {
-    requests.index = PlanIndex(MakeIndexShape(layer, session.token_limit), spare, plan);
+    requests.index = PlanIndex(MakeIndexShape(layer, session.token_limit), spares.index, plan);
+  }
+  if (layer.tokens_per_cluster > 0) {
+    requests.clusters = PlanClusters(MakeClusterShape(layer, session.token_limit), spares.clusters, plan);
   }
   return requests;
 }
@@ -62,6 +65,7 @@ Layer::Layer(const LayerConfig& config, const SessionConfig& session, const Memo
   if (config.query_centroids.centroids > 0) {
     index_.emplace(MakeIndexShape(config, session.token_limit), memory.index);
   }
+  if (config.tokens_per_cluster > 0) clusters_.emplace(config, session.token_limit, memory.clusters);
   if (session.cache_slots > 0) {
     slot_table_.emplace(SlotTableSets(config), session.cache_slots, memory.first_cache_version);
   }
@@ -156,6 +160,7 @@ void Layer::AddTo(MemoryInfo& memory) const {
   memory.state_bytes += mean_block_.bytes();
   if (slot_table_.has_value()) memory.slot_table_bytes += SlotTableBytes(slot_table_->sets(), slot_table_->slots());
   if (index_.has_value()) memory.index_bytes += index_->held_bytes();
+  if (clusters_.has_value()) memory.index_bytes += clusters_->held_bytes();
 }
 
 }  // namespace ctkvr

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The stored tokens of one layer of one session: pages a KV head, the key mean, and the index where there is one.
+// The stored tokens of one layer of one session: pages a KV head, the key mean, and the index and
+// key clusters where there are any.
 //
 // Keys of a coded format are raw (code generation 0) until the layer has held sink_tokens + limits::kMeanTokens tokens;
 // then the mean of those after the sinks is fixed for the session's life and every key is coded about it
@@ -20,6 +21,7 @@
 #include "kernels/formats.h"
 #include "kernels/ops.h"
 #include "server/core/index.h"
+#include "server/core/key_clusters.h"
 #include "server/core/memory_plan.h"
 #include "server/core/slot_table.h"
 #include "server/core/types.h"
@@ -32,9 +34,15 @@ struct LayerRequests {
   size_t raw_pages = MemoryPlan::kNone;  // a request of its own: given back when the mean is fixed
   size_t mean = MemoryPlan::kNone;
   IndexRequests index;
+  size_t clusters = MemoryPlan::kNone;
 };
-// Adds what the layer may ever hold. `spare` as in PlanIndex.
-LayerRequests PlanLayer(const LayerConfig& layer, const SessionConfig& session, bool spare, MemoryPlan& plan);
+// Whether the layer brings the spare blocks that layers of one shape share: see PlanIndex, PlanClusters.
+struct LayerSpares {
+  bool index = false;
+  bool clusters = false;
+};
+// Adds what the layer may ever hold.
+LayerRequests PlanLayer(const LayerConfig& layer, const SessionConfig& session, LayerSpares spares, MemoryPlan& plan);
 
 class Layer {
  public:
@@ -45,6 +53,7 @@ class Layer {
     Reservation* raw_pages = nullptr;
     Reservation* mean = nullptr;
     QueryIndex::Memory index;
+    Reservation* clusters = nullptr;
     const float* signs = nullptr;
     uint64_t first_cache_version = 0;
   };
@@ -92,6 +101,8 @@ class Layer {
   SlotTable* slot_table() { return slot_table_.has_value() ? &*slot_table_ : nullptr; }
   const SlotTable* slot_table() const { return slot_table_.has_value() ? &*slot_table_ : nullptr; }
   static size_t SlotTablesBytes(const LayerConfig& config, uint32_t cache_slots);
+  KeyClusters* clusters() { return clusters_.has_value() ? &*clusters_ : nullptr; }
+  const KeyClusters* clusters() const { return clusters_.has_value() ? &*clusters_ : nullptr; }
   // Adds what the layer holds.
   void AddTo(MemoryInfo& memory) const;
 
@@ -115,6 +126,7 @@ class Layer {
   uint32_t code_generation_ = 0;
   std::optional<QueryIndex> index_;
   std::optional<SlotTable> slot_table_;
+  std::optional<KeyClusters> clusters_;
 };
 
 }  // namespace ctkvr

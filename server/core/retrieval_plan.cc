@@ -88,6 +88,10 @@ PositionPlan PlanPosition(const Layer& layer, const Selection& selection, const 
   plan.force_from = seen - std::min(seen, selection.window_tokens);
   const bool has_tail = selection.source == Source::kQueryCentroids && layer.index()->live() != nullptr;
   if (has_tail) plan.force_from = std::min(plan.force_from, layer.index()->indexed_length());
+  if (query.answer.remainder) {
+    plan.force_below = std::max(plan.force_below, layer.clusters()->begin());
+    plan.force_from = std::min(plan.force_from, layer.clusters()->clustered_length());
+  }
   plan.always = CountForced(plan.begin, plan.end, plan.force_below, plan.force_from);
   plan.path = ChoosePath(layer, selection, plan);
   plan.scored_max = plan.visible();
@@ -110,6 +114,20 @@ absl::Status CheckAnswerForm(const Query& query) {
     return absl::OkStatus();
   }
   return absl::InvalidArgumentError("row_format is storage; a partial attention comes as f32, f16 or bf16");
+}
+
+// Means of clusters hold tokens that an earlier query must not see.
+absl::Status CheckRemainder(const Layer& layer, const Query& query) {
+  if (!query.answer.remainder) return absl::OkStatus();
+  if (layer.clusters() == nullptr) {
+    return absl::InvalidArgumentError("remainder is asked for; the layer keeps no key clusters");
+  }
+  const uint32_t clustered = layer.clusters()->clustered_length();
+  if (query.position + 1 >= clustered) return absl::OkStatus();
+  return MakeError(absl::StatusCode::kOutOfRange,
+                   absl::StrCat("position is ", query.position, "; the key clusters of the layer reach to ", clustered,
+                                ", and no remainder is estimated for a query before it"),
+                   kReasonBeforeIndex, {{"clustered_length", absl::StrCat(clustered)}});
 }
 
 // A partial attention has no limit to meet: at most 2^6 positions of 2^8 heads of 2^10 bytes, however many tokens.
@@ -167,6 +185,7 @@ absl::Status CheckAfterIndex(const Layer& layer, const Query& query, const Query
 absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query) {
   CTKVR_RETURN_IF_ERROR(CheckShapes(layer, query));
   CTKVR_RETURN_IF_ERROR(CheckAnswerForm(query));
+  CTKVR_RETURN_IF_ERROR(CheckRemainder(layer, query));
   const LayerConfig& config = layer.config();
   QueryPlan plan;
   plan.used = Resolve(config.selection, query.selection);

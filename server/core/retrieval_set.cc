@@ -37,6 +37,7 @@ class SetBuilder {
     if (set_.selects()) BuildSelect();
     if (item_.wants_rows()) BuildGather();
     if (item_.wants_attention()) BuildAttend();
+    if (set_.estimates()) BuildRest();
   }
 
  private:
@@ -232,8 +233,31 @@ class SetBuilder {
                    .softmax = {.scale = config.softmax.scale, .softcap = config.softmax.softcap}};
     const size_t elements = size_t{heads_} * config.value_dim;
     const bool in_place = memory_.shares_host_memory();
-    set_.attend.output = in_place ? AttentionOutput(set_) : memory_.Take<float>(elements);
-    set_.attend.log_sum_exp = in_place ? AttentionLogSumExp(set_) : memory_.Take<float>(heads_);
+    set_.attend.output = in_place ? OutputPlace(*item_.answer.attention, set_) : memory_.Take<float>(elements);
+    set_.attend.log_sum_exp = in_place ? LogSumExpPlace(*item_.answer.attention, set_) : memory_.Take<float>(heads_);
+  }
+
+  void BuildRest() {
+    const LayerConfig& config = layer_.config();
+    const KeyClusters& clusters = *layer_.clusters();
+    const uint32_t begin = clusters.begin(), end = clusters.clustered_length();
+    PartialAttention& remainder = *item_.answer.remainder;
+    set_.rest = {
+        .query = query_,
+        .layout = clusters.layout(),
+        .blocks = memory_.In(clusters.blocks(set_.kv_head).data(), clusters.blocks(set_.kv_head).size()),
+        .begin = begin,
+        .end = end,
+        .visible_begin = set_.plan->begin,
+        .visible_end = set_.plan->end,
+        .tokens = set_.select.chosen,
+        .count = set_.select.chosen_count,
+        .count_max = static_cast<uint32_t>(set_.select.chosen_stride),
+        .softmax = {.scale = config.softmax.scale, .softcap = config.softmax.softcap},
+        .output = memory_.Out(OutputPlace(remainder, set_), size_t{heads_} * config.value_dim),
+        .log_sum_exp = memory_.Out(LogSumExpPlace(remainder, set_), heads_),
+        .value_means_read = memory_.Out(&set_.value_means_read, 1),
+        .workspace = memory_.Take<std::byte>(EstimateRestWorkspaceBytes(clusters.layout(), heads_, begin, end))};
   }
 
   BatchMemory& memory_;
@@ -250,21 +274,34 @@ class SetBuilder {
 
 }  // namespace
 
-float* AttentionOutput(const RetrievalSet& set) {
-  PartialAttention& attention = *set.item->answer.attention;
+float* OutputPlace(PartialAttention& attention, const RetrievalSet& set) {
   const size_t row = size_t{set.position} * attention.q_heads + set.first_q_head;
   return reinterpret_cast<float*>(attention.output.data()) + row * attention.value_dim;
 }
 
-float* AttentionLogSumExp(const RetrievalSet& set) {
-  PartialAttention& attention = *set.item->answer.attention;
+float* LogSumExpPlace(PartialAttention& attention, const RetrievalSet& set) {
   const size_t row = size_t{set.position} * attention.q_heads + set.first_q_head;
   return reinterpret_cast<float*>(attention.log_sum_exp.data()) + row;
 }
 
 void BuildSet(BatchMemory& memory, RetrievalSet& set) { SetBuilder(memory, set).Build(); }
 
-uint64_t BytesRead(const RetrievalSet& set) {
+namespace {
+
+// Means, scales and counts of every cluster, values where weight lies, and the member of each token taken out.
+uint64_t RestBytes(const RetrievalSet& set) {
+  if (!set.estimates()) return 0;
+  const EstimateRestItem& rest = set.rest;
+  const ClusterLayout& layout = rest.layout;
+  const uint64_t blocks = ClusterBlocks(rest.begin, rest.end);
+  const uint32_t out_of_sight = (std::clamp(rest.visible_begin, rest.begin, rest.end) - rest.begin) +
+                                (rest.end - std::clamp(rest.visible_end, rest.begin, rest.end));
+  const uint64_t centre_bytes = layout.coded ? 0 : layout.head_dim * sizeof(float);
+  return blocks * (layout.clusters * (layout.head_dim + sizeof(float) + sizeof(uint16_t)) + centre_bytes) +
+         set.value_means_read * (layout.value_dim + sizeof(float)) + set.chosen + out_of_sight;
+}
+
+uint64_t ChoosingBytes(const RetrievalSet& set) {
   const Layer& layer = *set.item->layer;
   const PositionPlan& plan = *set.plan;
   const PageLayout& layout = layer.layout();
@@ -296,5 +333,9 @@ uint64_t BytesRead(const RetrievalSet& set) {
   }
   return 0;
 }
+
+}  // namespace
+
+uint64_t BytesRead(const RetrievalSet& set) { return ChoosingBytes(set) + RestBytes(set); }
 
 }  // namespace ctkvr

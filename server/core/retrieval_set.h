@@ -61,12 +61,14 @@ struct RetrievalSet {
   SelectTokensItem select;
   GatherRowsItem gather;
   AttendItem attend;
+  EstimateRestItem rest;
 
   // Host side of what the device reads and writes.
   uint32_t visible = 0;
   uint32_t merged = 0;
   uint32_t chosen = 0;
   uint64_t overflow = 0;
+  uint32_t value_means_read = 0;
   std::vector<uint32_t> all_tokens;   // dense with rows
   std::vector<uint32_t> host_tokens;  // new rows: the chosen tokens, then those whose rows the worker lacks
   uint32_t missing = 0;               // how many those are
@@ -78,18 +80,23 @@ struct RetrievalSet {
   bool selects() const { return !is(Path::kDense); }
   // Tokens that the answer lists, with their rows where it has rows.
   uint32_t listed() const { return item->wants_new_rows() ? missing : chosen; }
+  // What is not chosen is empty where everything is, and so it stays as the answer began.
+  bool estimates() const {
+    return item->options().remainder && selects() && item->layer->clusters()->clustered_length() > 0;
+  }
 };
 
 // Stages inputs, takes arrays and fills in the set's operations. What does not fit shows in memory.exhausted(); the set
 // must then stay alive until the device is done with what was staged.
 void BuildSet(BatchMemory& memory, RetrievalSet& set);
 
-// Where the set's part of the answer's attention lies: output [R, value_dim] and log_sum_exp [R], float32 until the
-// retrieval ends. REQUIRES: item->wants_attention().
-float* AttentionOutput(const RetrievalSet& set);
-float* AttentionLogSumExp(const RetrievalSet& set);
+// Where the set's rows of an attention of the answer lie: output [R, value_dim] and log_sum_exp [R], float32 until the
+// retrieval ends.
+float* OutputPlace(PartialAttention& attention, const RetrievalSet& set);
+float* LogSumExpPlace(PartialAttention& attention, const RetrievalSet& set);
 
-// Bytes of planes, scales, keys, lists and centroids that choosing read, whole elements. REQUIRES: counts have arrived.
+// Bytes of planes, scales, keys, lists, centroids and clusters that were read, whole elements.
+// REQUIRES: counts have arrived.
 uint64_t BytesRead(const RetrievalSet& set);
 
 }  // namespace ctkvr

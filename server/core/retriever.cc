@@ -137,7 +137,7 @@ class Rounds {
     return items.empty() ? absl::OkStatus() : device_.backend.PrepareQueries(device_.stream, items);
   }
 
-  // Up to the chosen tokens and their scores in scratch, counts on the host.
+  // Up to the chosen tokens and their scores in scratch, counts and the remainder on the host.
   absl::Status Choose() {
     using Set = RetrievalSet;
     const auto sketches = [](const Set& set) { return set.is(Path::kSketch); };
@@ -145,6 +145,7 @@ class Rounds {
     const auto probes = [](const Set& set) { return set.is(Path::kCentroids); };
     const auto scores = [](const Set& set) { return set.scores(); };
     const auto selects = [](const Set& set) { return set.selects(); };
+    const auto estimates = [](const Set& set) { return set.estimates(); };
     const TimePoint start = clock_.Now();
     CTKVR_RETURN_IF_ERROR(memory_.status());
     CTKVR_RETURN_IF_ERROR(PrepareAll());
@@ -158,6 +159,7 @@ class Rounds {
     const TimePoint found = clock_.Now();
     CTKVR_RETURN_IF_ERROR(Operate<ScoreTokensItem>(&Backend::ScoreTokens, &Set::score, scores));
     CTKVR_RETURN_IF_ERROR(Operate<SelectTokensItem>(&Backend::SelectTokens, &Set::select, selects));
+    CTKVR_RETURN_IF_ERROR(Operate<EstimateRestItem>(&Backend::EstimateRest, &Set::rest, estimates));
     CTKVR_RETURN_IF_ERROR(memory_.Finish());
     Observe(Stage::kPrepare, prepared - start);
     Observe(Stage::kCandidates, found - prepared);
@@ -324,11 +326,12 @@ class Rounds {
 
   void CopyAttention() {
     for (const auto& set : sets_) {
-      const RetrievalItem& item = *set->item;
+      RetrievalItem& item = *set->item;
       if (!item.status.ok() || set->chosen == 0 || !item.wants_attention()) continue;
+      PartialAttention& attention = *item.answer.attention;
       const size_t heads = item.plan.set_heads;
-      memory_.CopyOut(AttentionOutput(*set), set->attend.output, heads * item.layer->config().value_dim);
-      memory_.CopyOut(AttentionLogSumExp(*set), set->attend.log_sum_exp, heads);
+      memory_.CopyOut(OutputPlace(attention, *set), set->attend.output, heads * item.layer->config().value_dim);
+      memory_.CopyOut(LogSumExpPlace(attention, *set), set->attend.log_sum_exp, heads);
     }
   }
 
@@ -371,12 +374,13 @@ absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   item.answer.counts.assign(item.plan.positions.size() * item.plan.sets, 0);
   if (item.wants_attention()) item.answer.attention = EmptyAttention(item.layer->config(), task.query->positions);
   if (item.wants_new_rows()) item.answer.new_counts = item.answer.counts;
+  if (item.options().remainder) item.answer.remainder = EmptyAttention(item.layer->config(), task.query->positions);
   return absl::OkStatus();
 }
 
-// The output from float32 to the format asked for, in place: elements only ever move down.
-absl::Status ConvertOutput(RowFormat format, PartialAttention& attention) {
-  attention.dtype = RowElement(format);
+// The output from float32 to the type asked for, in place: elements only ever move down. `what` it is, for texts.
+absl::Status ConvertOutput(DType dtype, RowFormat format, const char* what, PartialAttention& attention) {
+  attention.dtype = dtype;
   if (attention.dtype == DType::kF32) return absl::OkStatus();
   auto* bytes = reinterpret_cast<std::byte*>(attention.output.data());
   const size_t count = attention.output.size() / sizeof(float);
@@ -386,12 +390,16 @@ absl::Status ConvertOutput(RowFormat format, PartialAttention& attention) {
     overflow += !std::isfinite(LoadElement(bytes, attention.dtype, i));
   }
   attention.output.resize(count * DTypeBytes(attention.dtype));
-  return overflow == 0 ? absl::OkStatus() : OverflowError(format, overflow, "attention");
+  return overflow == 0 ? absl::OkStatus() : OverflowError(format, overflow, what);
 }
 
 void Conclude(const RetrievalTask& task, RetrievalItem& item, Stats& stats) {
+  const RowFormat format = item.options().row_format;
   if (item.status.ok() && item.wants_attention()) {
-    item.status = ConvertOutput(item.options().row_format, *item.answer.attention);
+    item.status = ConvertOutput(RowElement(format), format, "attention", *item.answer.attention);
+  }
+  if (item.status.ok() && item.options().remainder) {
+    item.status = ConvertOutput(item.options().remainder_dtype, format, "remainder", *item.answer.remainder);
   }
   if (!item.status.ok()) {
     if (item.placing) item.layer->slot_table()->Reset();

@@ -6,7 +6,8 @@
 //           ─▶ select lists ─▶ merge ────────────────────┼─▶ score ─▶ select ─▶ wait ─▶ ids, scores, rows ─▶ wait
 //           ─▶ (every visible token) ────────────────────┘
 //
-// In place of ids, scores and rows an answer may carry the attention over the chosen tokens.
+// In place of ids, scores and rows an answer may carry the attention over the chosen tokens; beside anything, the
+// remainder, estimated as soon as the chosen are known.
 //
 // The unit of work is a set: one KV head (or query head under per_head) at one position. Sets share operations as far
 // as the lane's scratch reaches; the rest follow in further rounds. Nothing of a session is changed.

@@ -24,13 +24,17 @@ struct SessionPlan {
 
 SessionPlan PlanSession(const SessionConfig& config) {
   SessionPlan plan;
-  std::set<IndexShape> spares;
+  std::set<IndexShape> index_spares;
+  std::set<ClusterShape> cluster_spares;
   for (const LayerConfig& layer : config.layers) {
     LayerRequests& requests = plan.layers.emplace_back();
     if (layer.absent) continue;
-    const bool spare =
-        layer.query_centroids.centroids > 0 && spares.insert(MakeIndexShape(layer, config.token_limit)).second;
-    requests = PlanLayer(layer, config, spare, plan.memory);
+    LayerSpares spares;
+    spares.index =
+        layer.query_centroids.centroids > 0 && index_spares.insert(MakeIndexShape(layer, config.token_limit)).second;
+    spares.clusters =
+        layer.tokens_per_cluster > 0 && cluster_spares.insert(MakeClusterShape(layer, config.token_limit)).second;
+    requests = PlanLayer(layer, config, spares, plan.memory);
     if (KeysAreCoded(layer.format) && !plan.signs.contains(layer.head_dim)) {
       const size_t bytes = sizeof(float) * RotationRounds(layer.head_dim) * layer.head_dim;
       plan.signs[layer.head_dim] = plan.memory.Add(bytes, 1);
@@ -98,6 +102,7 @@ void Session::MakeLayers(const std::vector<LayerRequests>& requests, const std::
                                                   .index = {.centroids = At(reservations_, request.index.centroids),
                                                             .lists = At(reservations_, request.index.lists),
                                                             .norms = At(reservations_, request.index.norms)},
+                                                  .clusters = At(reservations_, request.clusters),
                                                   .signs = signs[i],
                                                   // Layers' versions lie far apart, and sessions' by their epochs.
                                                   .first_cache_version = epoch() + (uint64_t{i} << 40)});
@@ -157,10 +162,13 @@ absl::StatusOr<TruncateResult> Session::Truncate(LaneDevice device, uint32_t len
     result.removed_tokens.push_back(layers_[i] == nullptr ? 0 : lengths[i] - length);
     if (result.removed_tokens.back() == 0) continue;
     if (layers_[i]->index() != nullptr) layers_[i]->index()->Truncate(length, counts[i]);
+    if (layers_[i]->clusters() != nullptr) layers_[i]->clusters()->Truncate(length);
     layers_[i]->Commit(length);
     if (layers_[i]->slot_table() != nullptr) layers_[i]->slot_table()->Truncate(length);
     maintenance_[i].wanted_length = std::min(maintenance_[i].wanted_length, length);
     maintenance_[i].failed_length = 0;
+    maintenance_[i].wanted_clustered = std::min(maintenance_[i].wanted_clustered, length);
+    maintenance_[i].failed_clustered = 0;
     if (build_ != nullptr && build_->layer == i) build_.reset();
   }
   return result;
@@ -174,6 +182,8 @@ absl::Status Session::RequestMaintenance(const std::vector<uint32_t>& layers) {
     maintenance_[i].wanted_length = layers_[i]->length();
     // Nothing to do now must not become something to do when queries come.
     if (!LayerDue(i)) maintenance_[i].wanted_length = 0;
+    maintenance_[i].wanted_clustered = layers_[i]->length();
+    if (!ClustersDue(i)) maintenance_[i].wanted_clustered = 0;
   }
   return absl::OkStatus();
 }
@@ -182,6 +192,7 @@ bool Session::MaintenancePending(const std::vector<uint32_t>& layers) const {
   for (uint32_t i = 0; i < layers_.size(); ++i) {
     const bool named = layers.empty() || std::find(layers.begin(), layers.end(), i) != layers.end();
     if (named && maintenance_[i].wanted_length > 0 && LayerDue(i)) return true;
+    if (named && maintenance_[i].wanted_clustered > 0 && ClustersDue(i)) return true;
   }
   return false;
 }
@@ -212,11 +223,54 @@ bool Session::MaintenanceDue() const {
   for (uint32_t i = 0; i < layers_.size(); ++i) {
     if (LayerDue(i)) return true;
   }
-  return false;
+  return NextClusterLayer() < layers_.size();
+}
+
+bool Session::ClustersDue(uint32_t layer) const {
+  const Layer* const held = layers_[layer].get();
+  if (held == nullptr || held->clusters() == nullptr || held->raw()) return false;
+  const KeyClusters& clusters = *held->clusters();
+  const MaintenanceState& state = maintenance_[layer];
+  if (state.wanted_clustered > std::max(clusters.clustered_length(), clusters.begin())) return true;
+  if (config().maintenance == Maintenance::kManual || held->length() <= state.failed_clustered) return false;
+  if (held->length() <= clusters.begin() + limits::kQueryPositionsMax) return false;
+  if (clusters.clustered_length() == 0) return held->length() >= held->config().selection.dense_below_tokens;
+  return held->length() - clusters.clustered_length() >= limits::kTailTokens;
+}
+
+uint32_t Session::NextClusterLayer() const {
+  uint32_t next = static_cast<uint32_t>(layers_.size());
+  for (uint32_t i = 0; i < layers_.size(); ++i) {
+    if (layers_[i] == nullptr || layers_[i]->clusters() == nullptr) continue;
+    // Layers share the spare blocks: what was begun is ended first.
+    if (layers_[i]->clusters()->building()) return i;
+    if (next == layers_.size() && ClustersDue(i)) next = i;
+  }
+  return next;
+}
+
+absl::Status Session::ClusterStep(LaneDevice device, uint32_t layer) {
+  Layer& held = *layers_[layer];
+  KeyClusters& clusters = *held.clusters();
+  MaintenanceState& state = maintenance_[layer];
+  // As BuildEnd: of its own accord, short of the positions that a client may still query.
+  const bool wanted = state.wanted_clustered > std::max(clusters.clustered_length(), clusters.begin());
+  const uint32_t end = held.length() - (wanted ? 0 : std::min(held.length(), limits::kQueryPositionsMax));
+  const absl::Status status = clusters.Step(device, held.View(clusters.next_head()), end);
+  if (!status.ok()) {
+    state.wanted_clustered = 0;
+    state.failed_clustered = held.length();
+  } else if (!clusters.building()) {
+    if (clusters.clustered_length() >= state.wanted_clustered) state.wanted_clustered = 0;
+    state.failed_clustered = 0;
+  }
+  return status;
 }
 
 absl::Status Session::MaintenanceStep(LaneDevice device) {
-  uint32_t layer = 0;
+  uint32_t layer = build_ == nullptr ? NextClusterLayer() : 0;
+  if (build_ == nullptr && layer < layers_.size()) return ClusterStep(device, layer);
+  layer = 0;
   absl::Status status;
   if (build_ != nullptr) {
     layer = build_->layer;
@@ -303,6 +357,7 @@ SessionInfo Session::Info() const {
     if (layer == nullptr) continue;
     layer_info.length = layer->length();
     layer_info.codec = layer->Codec(spec_.config.rotation_seed);
+    if (layer->clusters() != nullptr) layer_info.clustered_length = layer->clusters()->clustered_length();
     if (layer->index() == nullptr) continue;
     layer_info.indexed_length = layer->index()->indexed_length();
     layer_info.query_centroids = layer->index()->centroid_count();

@@ -83,6 +83,8 @@ class Session {
   struct MaintenanceState {
     uint32_t wanted_length = 0;  // 0: nothing requested
     uint32_t failed_length = 0;  // the layer's length when a build failed; 0: none has
+    uint32_t wanted_clustered = 0;  // the same two of the key clusters
+    uint32_t failed_clustered = 0;
   };
   explicit Session(SessionSpec spec) : spec_(std::move(spec)) {}
   void MakeLayers(const std::vector<LayerRequests>& requests, const std::vector<const float*>& signs);
@@ -90,6 +92,10 @@ class Session {
   uint32_t BuildEnd(uint32_t layer) const;
   absl::Status StartBuild(LaneDevice device, uint32_t layer);
   absl::Status ContinueBuild(LaneDevice device);
+  bool ClustersDue(uint32_t layer) const;
+  // The layer that a step clusters, or layers_.size().
+  uint32_t NextClusterLayer() const;
+  absl::Status ClusterStep(LaneDevice device, uint32_t layer);
 
   const SessionSpec spec_;
   bool failed_ = false;

@@ -86,6 +86,7 @@ struct LayerConfig {
   Selection selection;
   SoftmaxConfig softmax;
   QueryCentroidConfig query_centroids;
+  uint32_t tokens_per_cluster = 0;  // of key clusters; 0: none
 
   uint32_t group_heads() const { return q_heads / kv_heads; }
 };

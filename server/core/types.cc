@@ -104,6 +104,10 @@ absl::Status ValidateLayer(const LayerConfig& layer, uint32_t first_planes) {
                                 limits::kListTokensMax));
   CTKVR_RETURN_IF_ERROR(
       InRange("bytes of query_centroids.name", centroids.name.size(), 0, limits::kCentroidSetNameBytesMax));
+  if (layer.tokens_per_cluster != 0) {
+    CTKVR_RETURN_IF_ERROR(InRange("key_clusters.tokens_per_cluster", layer.tokens_per_cluster,
+                                  limits::kTokensPerClusterMin, limits::kTokensPerClusterMax));
+  }
   return ValidateSelection(layer.selection, layer, first_planes);
 }
 

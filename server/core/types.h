@@ -70,6 +70,8 @@ struct AnswerOptions {
   AnswerMode mode = AnswerMode::kScores;
   RowFormat row_format = RowFormat::kF16;  // of rows, or of the attention's output
   uint32_t known_code_generation = 0;
+  bool remainder = false;
+  DType remainder_dtype = DType::kF32;  // of its output
 };
 
 struct Query {
@@ -129,6 +131,7 @@ struct Answer {
   std::string slots;
   std::vector<uint32_t> new_counts;  // [P, G]
   std::string new_slots;
+  std::optional<PartialAttention> remainder;  // when asked for
 };
 
 // Append, retrieve, or append then retrieve: one item of a Decode message, and the whole of the unary calls.
@@ -157,6 +160,7 @@ struct LayerInfo {
   uint32_t length = 0;
   uint32_t indexed_length = 0;
   uint32_t query_centroids = 0;
+  uint32_t clustered_length = 0;
   RowCodec codec;
 };
 

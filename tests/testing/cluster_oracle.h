@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Key clusters in float64, written from the text of kernels/cluster_ops.h; see oracle.h for the manner. Thread-safe: pure functions.
+// Key clusters in float64, written from the text of kernels/cluster_ops.h; see oracle.h for the manner.
+// Thread-safe: pure functions.
 
 #pragma once
 

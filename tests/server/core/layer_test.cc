@@ -17,7 +17,7 @@ class LayerTest : public ::testing::Test {
   void Make(const LayerConfig& layer, uint32_t token_limit = 1024) {
     config_ = SmallConfig(layer, token_limit);
     MemoryPlan plan;
-    const LayerRequests requests = PlanLayer(config_.layers[0], config_, false, plan);
+    const LayerRequests requests = PlanLayer(config_.layers[0], config_, {}, plan);
     arena_ = *Arena::Create(backend_, size_t{16} << 20);
     reservations_ = *arena_->Reserve(plan.requests());
     EXPECT_EQ(plan.bytes(), arena_->reserved_bytes());

@@ -29,7 +29,7 @@ class RetrievalPlanTest : public ::testing::Test {
     reservations_.clear();
     config_ = SmallConfig(layer, token_limit);
     MemoryPlan plan;
-    const LayerRequests requests = PlanLayer(config_.layers[0], config_, false, plan);
+    const LayerRequests requests = PlanLayer(config_.layers[0], config_, {}, plan);
     reservations_ = *arena_->Reserve(plan.requests());
     const auto at = [&](size_t i) { return i == MemoryPlan::kNone ? nullptr : &reservations_[i]; };
     layer_.emplace(config_.layers[0], config_,

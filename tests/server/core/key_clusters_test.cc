@@ -1,0 +1,384 @@
+// SPDX-License-Identifier: Apache-2.0
+//
+// Key clusters and the remainder through the engine: chosen and remainder together cover every visible position once,
+// approximate full attention, and hold nothing of positions that were truncated. The parameter says whether the backend
+// shares host memory.
+
+#include "server/core/key_clusters.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "server/core/session.h"
+#include "tests/server/core/core_fixture.h"
+#include "tests/testing/compare.h"
+#include "tests/testing/random_kv.h"
+#include "tests/testing/status_matchers.h"
+
+namespace ctkvr::testing {
+namespace {
+
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+LayerConfig ClusteredLayer(Format format = Format::kK8V4, Source source = Source::kExact) {
+  LayerConfig layer = SmallLayer(format, source);
+  layer.tokens_per_cluster = 16;
+  return layer;
+}
+// Every token weighs the same, so sums of exp count positions and outputs are means of values. Few are chosen: the means
+// stay when tokens are taken out of them.
+LayerConfig FlatLayer(Format format = Format::kK8V4, Source source = Source::kExact) {
+  LayerConfig layer = ClusteredLayer(format, source);
+  layer.softmax.scale = 1e-9f;
+  layer.selection.k_tokens = 2;
+  layer.selection.window_tokens = 1;
+  return layer;
+}
+
+class KeyClustersTest : public ::testing::TestWithParam<bool> {
+ protected:
+  KeyClustersTest() : harness_({.shares_host_memory = GetParam()}) {}
+
+  void Open(const LayerConfig& layer, uint32_t token_limit = 4096, Maintenance maintenance = Maintenance::kManual) {
+    config_ = SmallConfig(layer, token_limit);
+    config_.maintenance = maintenance;
+    tokens_.emplace(layer, config_.dtype, 5);
+    ASSERT_THAT(harness_.Open("s", config_), IsOk());
+  }
+  // The text of variant `variant` up to `length`.
+  void Grow(uint32_t length, uint64_t variant = 0) {
+    const auto held = static_cast<uint32_t>(variants_.size());
+    ASSERT_THAT(harness_.Append("s", tokens_->Append(held, length - held, 0, variant)), IsOk());
+    variants_.resize(length, variant);
+  }
+  void Truncate(uint32_t length) {
+    ASSERT_THAT(harness_.Truncate("s", length), IsOk());
+    variants_.resize(length);
+  }
+  uint32_t clustered_length() { return harness_.Get(Ref("s"))->layers[0].clustered_length; }
+
+  OwnedQuery Ask(uint32_t position, uint32_t positions = 1) {
+    OwnedQuery query = tokens_->Ask(position, positions);
+    query.query.answer = {.mode = AnswerMode::kAttention, .row_format = RowFormat::kF32, .remainder = true};
+    return query;
+  }
+
+  static oracle::Attention Part(const PartialAttention& given, uint32_t position) {
+    const auto* output = reinterpret_cast<const std::byte*>(given.output.data());
+    const auto* log_sum_exp = reinterpret_cast<const std::byte*>(given.log_sum_exp.data());
+    EXPECT_EQ(given.output.size(), size_t{given.positions} * given.q_heads * given.value_dim * DTypeBytes(given.dtype));
+    oracle::Attention attention;
+    for (uint32_t h = 0; h < given.q_heads; ++h) {
+      const size_t row = size_t{position} * given.q_heads + h;
+      oracle::Row& values = attention.output.emplace_back();
+      for (uint32_t i = 0; i < given.value_dim; ++i) {
+        values.push_back(LoadElement(output, given.dtype, row * given.value_dim + i));
+      }
+      attention.log_sum_exp.push_back(LoadElement(log_sum_exp, DType::kF32, row));
+    }
+    return attention;
+  }
+  static oracle::Attention Merged(const Answer& answer, uint32_t position) {
+    return oracle::Merge({Part(*answer.attention, position), Part(*answer.remainder, position)});
+  }
+
+  // Attention over [begin, end) of what the layer holds, as it was appended.
+  oracle::Attention Full(uint32_t begin, uint32_t end, uint32_t position) const {
+    const LayerConfig& layer = config_.layers[0];
+    std::vector<oracle::Matrix> keys(layer.kv_heads), values(layer.kv_heads);
+    for (uint32_t p = begin; p < end; ++p) {
+      const oracle::Matrix key = tokens_->Keys(p, variants_[p]), value = tokens_->Values(p, variants_[p]);
+      for (uint32_t g = 0; g < layer.kv_heads; ++g) {
+        keys[g].push_back(key[g]);
+        values[g].push_back(value[g]);
+      }
+    }
+    const oracle::Matrix queries = tokens_->Queries(position);
+    oracle::Attention attention;
+    for (uint32_t h = 0; h < layer.q_heads; ++h) {
+      const uint32_t g = h / layer.group_heads();
+      const oracle::Attention own =
+          oracle::Attend(oracle::Scores({queries[h]}, keys[g]), values[g],
+                         {.scale = layer.softmax.scale, .softcap = layer.softmax.softcap}, layer.value_dim);
+      attention.output.push_back(own.output[0]);
+      attention.log_sum_exp.push_back(own.log_sum_exp[0]);
+    }
+    return attention;
+  }
+
+  // Of a flat layer: every position of [begin, end) counts once, and with its own value, as far as means are theirs:
+  // where many are chosen or local, the mean of their clusters is not that of the tokens left.
+  void ExpectCovers(const Answer& answer, uint32_t index, uint32_t begin, uint32_t end, uint32_t position,
+                    double output_bound = 0.01) {
+    SCOPED_TRACE(::testing::Message() << "position " << position << " sees " << begin << " to " << end);
+    const oracle::Attention merged = Merged(answer, index), full = Full(begin, end, position);
+    for (uint32_t h = 0; h < config_.layers[0].q_heads; ++h) {
+      EXPECT_TRUE(IsWithin(std::exp(merged.log_sum_exp[h]), end - begin, 0.1)) << "head " << h;
+      for (uint32_t i = 0; i < config_.layers[0].value_dim; ++i) {
+        EXPECT_TRUE(IsWithin(merged.output[h][i], full.output[h][i], output_bound))
+            << "head " << h << " dimension " << i;
+      }
+    }
+  }
+  void AskAndExpectCovers(uint32_t position) {
+    const auto answer = harness_.Retrieve("s", Ask(position));
+    ASSERT_THAT(answer, IsOk());
+    ExpectCovers(*answer, 0, 0, position + 1, position);
+    EXPECT_THAT(Part(*answer->remainder, 0).log_sum_exp, Each(::testing::Gt(0)));
+  }
+
+  Harness harness_;
+  SessionConfig config_;
+  std::optional<Tokens> tokens_;
+  std::vector<uint64_t> variants_;  // [length]
+};
+
+TEST_P(KeyClustersTest, ChosenAndRemainderCoverEveryPositionOnce) {
+  for (const auto& [format, source] : {std::pair{Format::kK8V4, Source::kSketch},
+                                       {Format::kK6V4, Source::kExact},
+                                       {Format::kF16, Source::kExact},
+                                       {Format::kK8V4, Source::kQueryCentroids}}) {
+    SCOPED_TRACE(FormatName(format));
+    Open(FlatLayer(format, source));
+    Grow(2500);
+    ASSERT_THAT(harness_.Maintain("s"), IsOk());
+    EXPECT_EQ(clustered_length(), 2500u);
+    Grow(2640);
+    AskAndExpectCovers(2639);
+    AskAndExpectCovers(2499);
+    for (const Reduction reduction : {Reduction::kPerHead, Reduction::kMaxSoftmax}) {
+      OwnedQuery query = Ask(2600, 3);
+      query.query.selection.reduction = reduction;
+      query.query.selection.sink_tokens = 0;
+      const auto answer = harness_.Retrieve("s", query);
+      ASSERT_THAT(answer, IsOk());
+      for (uint32_t p = 0; p < 3; ++p) ExpectCovers(*answer, p, 0, 2601 + p, 2600 + p);
+    }
+    ASSERT_THAT(harness_.Close(Ref("s")), IsOk());
+    variants_.clear();
+  }
+}
+
+TEST_P(KeyClustersTest, WhatTheWorkerAttendsItselfIsLeftOut) {
+  Open(FlatLayer());
+  Grow(2500);
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  for (const auto& [sinks, begin] : {std::pair{4u, 2490u}, {0u, 1500u}, {1100u, 2300u}, {3u, 40u}, {0u, 3u}}) {
+    OwnedQuery query = Ask(2499);
+    query.query.local_sinks = sinks;
+    query.query.local_begin = begin;
+    const auto answer = harness_.Retrieve("s", query);
+    ASSERT_THAT(answer, IsOk());
+    ExpectCovers(*answer, 0, sinks, begin, 2499, begin > 2400 ? 0.01 : kInfinity);
+  }
+  OwnedQuery all_local = Ask(2499);
+  all_local.query.local_begin = 0;
+  const auto answer = harness_.Retrieve("s", all_local);
+  ASSERT_THAT(answer, IsOk());
+  EXPECT_THAT(Part(*answer->remainder, 0).log_sum_exp, Each(-kInfinity));
+}
+
+TEST_P(KeyClustersTest, ApproximatesFullAttention) {
+  // Tokens near one of 16 centres, which clusters tell apart.
+  Open(ClusteredLayer());
+  const LayerConfig& layer = config_.layers[0];
+  const RandomKv kv = MakeRandomKv({.tokens = 2400,
+                                    .kv_heads = layer.kv_heads,
+                                    .group_heads = layer.group_heads(),
+                                    .head_dim = layer.head_dim,
+                                    .value_dim = layer.value_dim,
+                                    .query_positions = 8},
+                                   KvPattern::kClustered, 11);
+  OwnedChunk chunk = tokens_->Append(0, 2400);
+  chunk.keys = ToBytes(kv.keys, config_.dtype);
+  chunk.values = ToBytes(kv.values, config_.dtype);
+  chunk.chunk.keys = chunk.keys;
+  chunk.chunk.values = chunk.values;
+  ASSERT_THAT(harness_.Append("s", chunk), IsOk());
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  OwnedQuery query = Ask(2399, 8);
+  query.bytes = ToBytes(kv.queries, config_.dtype);
+  query.query.queries = query.bytes;
+  const auto answer = harness_.Retrieve("s", query);
+  query.query.selection.source = Source::kDense;
+  const auto full = harness_.Retrieve("s", query);
+  ASSERT_THAT(answer, IsOk());
+  ASSERT_THAT(full, IsOk());
+  double squared_with = 0, squared_without = 0;
+  for (uint32_t p = 0; p < 8; ++p) {
+    const oracle::Attention expected = Part(*full->attention, p), chosen = Part(*answer->attention, p);
+    const oracle::Attention merged = Merged(*answer, p);
+    EXPECT_THAT(Part(*full->remainder, p).log_sum_exp, Each(-kInfinity));
+    for (uint32_t h = 0; h < layer.q_heads; ++h) {
+      EXPECT_TRUE(IsWithin(merged.log_sum_exp[h], expected.log_sum_exp[h], 0.1));
+      for (uint32_t i = 0; i < layer.value_dim; ++i) {
+        squared_with += std::pow(merged.output[h][i] - expected.output[h][i], 2);
+        squared_without += std::pow(chosen.output[h][i] - expected.output[h][i], 2);
+      }
+    }
+  }
+  EXPECT_LT(std::sqrt(squared_with / (8 * layer.q_heads * layer.value_dim)), 0.02);  // of values of variance 1
+  EXPECT_LT(squared_with, 0.2 * squared_without);
+}
+
+TEST_P(KeyClustersTest, IsEmptyWhenEverythingIsChosen) {
+  Open(FlatLayer());
+  Grow(1500);
+  const auto expect_empty = [&](const OwnedQuery& query) {
+    const auto answer = harness_.Retrieve("s", query);
+    ASSERT_THAT(answer, IsOk());
+    const oracle::Attention rest = Part(*answer->remainder, 0);
+    EXPECT_THAT(rest.log_sum_exp, Each(-kInfinity));
+    EXPECT_THAT(rest.output, Each(Each(0)));
+    ExpectCovers(*answer, 0, 0, 1500, 1499);
+  };
+  expect_empty(Ask(1499));  // all of it is tail
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  OwnedQuery all = Ask(1499);
+  all.query.selection.k_tokens = 1500;
+  expect_empty(all);
+  all.query.selection.min_share = 1e-9f;  // a filter, so that the tokens are selected
+  expect_empty(all);
+}
+
+TEST_P(KeyClustersTest, TruncationLeavesNothingBehind) {
+  Open(FlatLayer());
+  Grow(3000);
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  Truncate(2990);
+  EXPECT_EQ(clustered_length(), 4 + 2 * kClusterBlockTokens);
+  AskAndExpectCovers(2989);
+  Truncate(4 + kClusterBlockTokens);  // at a block's border
+  EXPECT_EQ(clustered_length(), 4 + kClusterBlockTokens);
+  Grow(2500, 1);
+  AskAndExpectCovers(2499);
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  EXPECT_EQ(clustered_length(), 2500u);
+  AskAndExpectCovers(2499);
+  Truncate(3);
+  EXPECT_EQ(clustered_length(), 0u);
+  EXPECT_EQ(harness_.Get(Ref("s"))->memory.index_bytes, 0u);
+  Grow(1200, 2);
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  AskAndExpectCovers(1199);
+  Grow(1300, 2);
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());  // the last block anew, with what follows
+  EXPECT_EQ(clustered_length(), 1300u);
+  AskAndExpectCovers(1299);
+}
+
+TEST_P(KeyClustersTest, RefusesQueriesThatClustersReachPast) {
+  Open(FlatLayer());
+  Grow(1200);
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  EXPECT_THAT(harness_.Retrieve("s", Ask(1199)), IsOk());
+  const auto early = harness_.Retrieve("s", Ask(1198, 2));
+  EXPECT_THAT(early, StatusIs(absl::StatusCode::kOutOfRange, HasSubstr("reach to 1200")));
+  OwnedQuery without = Ask(1198);
+  without.query.answer.remainder = false;
+  EXPECT_THAT(harness_.Retrieve("s", without), IsOk());
+}
+
+TEST_P(KeyClustersTest, RefusesTheRemainderOfALayerWithoutClusters) {
+  Open(SmallLayer());
+  Grow(600);
+  EXPECT_EQ(harness_.Retrieve("s", Ask(599)).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_P(KeyClustersTest, AnswersInTheTypeAskedForBesideAnyMode) {
+  Open(ClusteredLayer());
+  Grow(1400);
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  const auto wide = harness_.Retrieve("s", Ask(1399));
+  ASSERT_THAT(wide, IsOk());
+  for (const AnswerMode mode : {AnswerMode::kIds, AnswerMode::kScores, AnswerMode::kRows}) {
+    OwnedQuery query = Ask(1399);
+    query.query.answer.mode = mode;
+    query.query.answer.remainder_dtype = DType::kBF16;
+    const auto answer = harness_.Retrieve("s", query);
+    ASSERT_THAT(answer, IsOk());
+    EXPECT_FALSE(answer->attention.has_value());
+    const oracle::Attention narrow = Part(*answer->remainder, 0), expected = Part(*wide->remainder, 0);
+    EXPECT_EQ(narrow.log_sum_exp, expected.log_sum_exp);
+    for (uint32_t h = 0; h < 4; ++h) {
+      for (uint32_t i = 0; i < 16; ++i) {
+        EXPECT_TRUE(IsWithin(narrow.output[h][i], expected.output[h][i], std::abs(expected.output[h][i]) / 256));
+      }
+    }
+    // Two KV heads of two blocks: every mean key, some mean values.
+    OwnedQuery alone = Ask(1399);
+    alone.query.answer = {.mode = mode};
+    const auto plain = harness_.Retrieve("s", alone);
+    ASSERT_THAT(plain, IsOk());
+    EXPECT_GT(answer->bytes_read, plain->bytes_read + 2 * 2 * 64 * 32u);
+    EXPECT_FALSE(plain->remainder.has_value());
+  }
+}
+
+TEST_P(KeyClustersTest, MaintenanceTakesInTheTailOfItsOwnAccord) {
+  LayerConfig layer = FlatLayer();
+  layer.selection.dense_below_tokens = 1000;
+  Open(layer, 4096, Maintenance::kAuto);
+  Grow(999);
+  harness_.RunAll();
+  EXPECT_EQ(clustered_length(), 0u);
+  Grow(1000);
+  harness_.RunAll();
+  EXPECT_EQ(clustered_length(), 1000 - limits::kQueryPositionsMax);
+  Grow(1935);
+  harness_.RunAll();
+  EXPECT_EQ(clustered_length(), 936u);
+  Grow(1936);  // kTailTokens more
+  harness_.RunAll();
+  EXPECT_EQ(clustered_length(), 1028u);  // the first block is full; what is left is too little for another
+  AskAndExpectCovers(1936 - limits::kQueryPositionsMax);
+  AskAndExpectCovers(1935);
+}
+
+// Bytes of blocks that the text of key_clusters.h gives.
+TEST_P(KeyClustersTest, MemoryIsTheFormulasAndAdmittedAtOpen) {
+  Open(ClusteredLayer());
+  Grow(4096);
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  const SessionInfo info = *harness_.Get(Ref("s"));
+  const uint64_t block_bytes = (1024 / 16) * (32 + 16 + 10) + 1024;
+  EXPECT_EQ(info.memory.index_bytes, 2 * 4 * block_bytes);
+  SessionConfig without = config_;
+  without.layers[0].tokens_per_cluster = 0;
+  // One block a KV head more, to build in.
+  EXPECT_EQ(Session::PlannedBytes(config_), Session::PlannedBytes(without) + 2 * 5 * block_bytes);
+}
+
+TEST(KeyClustersMemory, IsAShareOfFloat32WithinWhatTheServicePromises) {
+  for (const auto& [format, promise] : {std::pair{Format::kK8V4, 0.225}, {Format::kK6V4, 0.195}}) {
+    for (const uint32_t token_limit : {32768u, 131072u, 1u << 20}) {
+      LayerConfig layer = SmallLayer(format);
+      layer.q_heads = 32;
+      layer.kv_heads = 8;
+      layer.head_dim = layer.value_dim = 128;
+      layer.tokens_per_cluster = limits::kTokensPerClusterDefault;
+      const SessionConfig config = SmallConfig(layer, token_limit, 32);
+      MemoryPlan plan;
+      // What is kept for good: not the raw keys of the first tokens.
+      const LayerRequests requests = PlanLayer(layer, config, {.clusters = true}, plan);
+      const auto bytes_of = [&](size_t request) {
+        return plan.requests()[request].block_bytes * plan.requests()[request].count;
+      };
+      const double f32 = 1.0 * token_limit * layer.kv_heads * 2 * 128 * sizeof(float);
+      EXPECT_LE((bytes_of(requests.pages) + bytes_of(requests.clusters)) / f32, promise)
+          << FormatName(format) << " " << token_limit;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Memory, KeyClustersTest, ::testing::Bool(),
+                         [](const auto& param) { return param.param ? "shared" : "separate"; });
+
+}  // namespace
+}  // namespace ctkvr::testing
