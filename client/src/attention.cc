@@ -32,6 +32,21 @@ absl::StatusOr<std::vector<float>> FloatsOf(const v1::Tensor& tensor, std::span<
   return floats;
 }
 
+// Two tensors of an answer as one part.
+absl::StatusOr<Attention> PartOf(const v1::Answer& answer, const LayerShape& shape, const v1::Tensor& output,
+                                 const v1::Tensor& log_sum_exp) {
+  const bool per_head = answer.used().reduction() == v1::GROUP_REDUCTION_PER_HEAD;
+  const uint32_t sets = per_head ? shape.q_heads : shape.kv_heads;
+  const uint32_t positions = sets == 0 ? 0 : static_cast<uint32_t>(answer.counts_size()) / sets;
+  const uint32_t dims[] = {positions, shape.q_heads, shape.value_dim};
+  const bool chosen = &output == &answer.output();
+  auto outputs = FloatsOf(output, dims, chosen ? "output" : "remainder_output");
+  if (!outputs.ok()) return outputs.status();
+  auto sums = FloatsOf(log_sum_exp, std::span(dims).first(2), chosen ? "log_sum_exp" : "remainder_log_sum_exp");
+  if (!sums.ok()) return sums.status();
+  return Attention{.output = *std::move(outputs), .log_sum_exp = *std::move(sums)};
+}
+
 absl::Status CheckParts(std::span<const AttentionView> parts, std::span<const float> sink_logits) {
   if (parts.empty()) return absl::InvalidArgumentError("parts is empty; at least one is needed");
   const size_t rows = parts[0].log_sum_exp.size();
@@ -65,15 +80,14 @@ absl::StatusOr<Attention> AttentionOf(const v1::Answer& answer, const LayerShape
   if (!answer.has_output() || !answer.has_log_sum_exp()) {
     return absl::InvalidArgumentError("the answer carries no attention; ask for ANSWER_MODE_ATTENTION");
   }
-  const bool per_head = answer.used().reduction() == v1::GROUP_REDUCTION_PER_HEAD;
-  const uint32_t sets = per_head ? shape.q_heads : shape.kv_heads;
-  const uint32_t positions = sets == 0 ? 0 : static_cast<uint32_t>(answer.counts_size()) / sets;
-  const uint32_t dims[] = {positions, shape.q_heads, shape.value_dim};
-  auto output = FloatsOf(answer.output(), dims, "output");
-  if (!output.ok()) return output.status();
-  auto log_sum_exp = FloatsOf(answer.log_sum_exp(), std::span(dims).first(2), "log_sum_exp");
-  if (!log_sum_exp.ok()) return log_sum_exp.status();
-  return Attention{.output = *std::move(output), .log_sum_exp = *std::move(log_sum_exp)};
+  return PartOf(answer, shape, answer.output(), answer.log_sum_exp());
+}
+
+absl::StatusOr<Attention> RemainderOf(const v1::Answer& answer, const LayerShape& shape) {
+  if (!answer.has_remainder_output() || !answer.has_remainder_log_sum_exp()) {
+    return absl::InvalidArgumentError("the answer carries no remainder; ask for AnswerOptions.remainder");
+  }
+  return PartOf(answer, shape, answer.remainder_output(), answer.remainder_log_sum_exp());
 }
 
 absl::StatusOr<Attention> MergeAttention(std::span<const AttentionView> parts, std::span<const float> sink_logits) {

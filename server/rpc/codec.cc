@@ -254,7 +254,9 @@ absl::StatusOr<AnswerOptions> DecodeAnswerOptions(const v1::AnswerOptions& messa
   AnswerOptions options;
   CTKVR_ASSIGN_OR_RETURN(options.mode, DecodeAnswerMode(message.mode()));
   CTKVR_ASSIGN_OR_RETURN(options.row_format, DecodeRowFormat(message.row_format(), options.mode));
-  if (message.remainder()) return NotServed("answer.remainder");
+  options.remainder = message.remainder();
+  if (message.row_format() == v1::ROW_FORMAT_F16) options.remainder_dtype = DType::kF16;
+  if (message.row_format() == v1::ROW_FORMAT_BF16) options.remainder_dtype = DType::kBF16;
   options.known_code_generation = message.known_code_generation();
   return options;
 }

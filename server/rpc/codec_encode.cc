@@ -43,7 +43,8 @@ bool SameCentroids(const QueryCentroidConfig& a, const QueryCentroidConfig& b) {
 bool SameLayer(const LayerConfig& a, const LayerConfig& b) {
   return a.absent == b.absent && a.dense == b.dense && a.q_heads == b.q_heads && a.kv_heads == b.kv_heads &&
          a.head_dim == b.head_dim && a.value_dim == b.value_dim && a.format == b.format && a.selection == b.selection &&
-         SameSoftmax(a.softmax, b.softmax) && SameCentroids(a.query_centroids, b.query_centroids);
+         SameSoftmax(a.softmax, b.softmax) && SameCentroids(a.query_centroids, b.query_centroids) &&
+         a.tokens_per_cluster == b.tokens_per_cluster;
 }
 
 // What all layers have in common, as far as an override can say the rest: an override can set a softcap, sink logits
@@ -72,6 +73,7 @@ void EncodeOverride(uint32_t index, const LayerConfig& layer, v1::LayerOverride*
   EncodeSelection(layer.selection, message->mutable_selection());
   EncodeSoftmax(layer.softmax, message->mutable_softmax());
   EncodeQueryCentroids(layer.query_centroids, message->add_query_centroids());
+  message->mutable_key_clusters()->set_tokens_per_cluster(layer.tokens_per_cluster);
 }
 
 // Whether an answer may still join a reply of `used` bytes; adds its bytes when it may.
@@ -108,6 +110,17 @@ void EncodeLimits(const EngineOptions& options, v1::ServerLimits* message) {
   message->set_append_tokens_max(limits::kAppendTokensMax);
   message->set_reply_bytes_max(limits::kReplyBytesMax);
   message->set_cache_slots_max(limits::kCacheSlotsMax);
+  message->set_tokens_per_cluster_min(limits::kTokensPerClusterMin);
+  message->set_tokens_per_cluster_max(limits::kTokensPerClusterMax);
+}
+
+void EncodeAttention(PartialAttention attention, v1::Tensor* output, v1::Tensor* log_sum_exp) {
+  output->set_dtype(EncodeDType(attention.dtype));
+  for (uint32_t dim : {attention.positions, attention.q_heads, attention.value_dim}) output->add_dims(dim);
+  output->set_data(std::move(attention.output));
+  log_sum_exp->set_dtype(v1::DTYPE_F32);
+  for (uint32_t dim : {attention.positions, attention.q_heads}) log_sum_exp->add_dims(dim);
+  log_sum_exp->set_data(std::move(attention.log_sum_exp));
 }
 
 absl::Status ReplyFull() {
@@ -212,6 +225,7 @@ void EncodeSessionOptions(const SessionConfig& config, v1::SessionOptions* optio
   EncodeSelection(common.selection, options->mutable_selection());
   EncodeSoftmax(common.softmax, options->mutable_softmax());
   EncodeQueryCentroids(common.query_centroids, options->add_query_centroids());
+  options->mutable_key_clusters()->set_tokens_per_cluster(common.tokens_per_cluster);
   for (uint32_t i = 0; i < config.layers.size(); ++i) {
     if (!SameLayer(config.layers[i], common)) EncodeOverride(i, config.layers[i], options->add_layer_overrides());
   }
@@ -260,6 +274,7 @@ void EncodeSessionInfo(const SessionInfo& info, v1::SessionInfo* message) {
     out->set_length(layer.length);
     out->set_indexed_length(layer.indexed_length);
     out->set_query_centroids(layer.query_centroids);
+    out->set_clustered_length(layer.clustered_length);
     out->set_absent(config.absent);
     if (config.absent) continue;
     EncodeRowCodec(layer.codec, config.head_dim, out->mutable_codec());
@@ -288,8 +303,10 @@ void EncodeSessionInfo(const SessionInfo& info, v1::SessionInfo* message) {
 
 uint64_t AnswerBytes(const Answer& answer) {
   constexpr uint64_t kCountBytesMax = 5;  // a 32-bit varint
-  const auto& attention = answer.attention;
-  return (attention ? attention->output.size() + attention->log_sum_exp.size() : 0) + answer.ids.size() +
+  const auto attention_bytes = [](const std::optional<PartialAttention>& attention) {
+    return attention ? attention->output.size() + attention->log_sum_exp.size() : 0;
+  };
+  return attention_bytes(answer.attention) + attention_bytes(answer.remainder) + answer.ids.size() +
          answer.scores.size() + answer.keys.size() + answer.values.size() + answer.slots.size() +
          answer.new_slots.size() + (answer.counts.size() + answer.new_counts.size()) * kCountBytesMax +
          (answer.codec ? answer.codec->key_mean.size() * sizeof(float) : 0);
@@ -314,16 +331,13 @@ void EncodeAnswer(Answer answer, uint32_t head_dim, v1::Answer* message) {
   message->set_slots(std::move(answer.slots));
   message->mutable_new_counts()->Assign(answer.new_counts.begin(), answer.new_counts.end());
   message->set_new_slots(std::move(answer.new_slots));
-  if (!answer.attention.has_value()) return;
-  PartialAttention& attention = *answer.attention;
-  v1::Tensor* output = message->mutable_output();
-  output->set_dtype(EncodeDType(attention.dtype));
-  for (uint32_t dim : {attention.positions, attention.q_heads, attention.value_dim}) output->add_dims(dim);
-  output->set_data(std::move(attention.output));
-  v1::Tensor* log_sum_exp = message->mutable_log_sum_exp();
-  log_sum_exp->set_dtype(v1::DTYPE_F32);
-  for (uint32_t dim : {attention.positions, attention.q_heads}) log_sum_exp->add_dims(dim);
-  log_sum_exp->set_data(std::move(attention.log_sum_exp));
+  if (answer.attention.has_value()) {
+    EncodeAttention(*std::move(answer.attention), message->mutable_output(), message->mutable_log_sum_exp());
+  }
+  if (answer.remainder.has_value()) {
+    EncodeAttention(*std::move(answer.remainder), message->mutable_remainder_output(),
+                    message->mutable_remainder_log_sum_exp());
+  }
 }
 
 absl::Status EncodeRetrieve(const v1::RetrieveRequest& request, const RetrieveSteps& steps,

@@ -19,6 +19,7 @@ struct LayerDraft {
   uint32_t value_dim = 0;  // 0: head_dim
   SelectionOverride selection;
   std::optional<float> softmax_scale;
+  std::optional<uint32_t> tokens_per_cluster;
 };
 
 // UNSPECIFIED is nothing: the caller's default or what a layer has already.
@@ -177,6 +178,7 @@ absl::StatusOr<LayerDraft> DecodeSessionLevel(const v1::SessionOptions& options)
   CTKVR_ASSIGN_OR_RETURN(draft.selection, DecodeSelection(options.selection(), "options.selection"));
   CTKVR_RETURN_IF_ERROR(MergeSoftmax(options.softmax(), "options.softmax", &draft));
   CTKVR_RETURN_IF_ERROR(MergeQueryCentroids(options.query_centroids(), "options.query_centroids", &draft));
+  if (options.has_key_clusters()) draft.tokens_per_cluster = options.key_clusters().tokens_per_cluster();
   return draft;
 }
 
@@ -187,6 +189,7 @@ absl::Status MergeOverride(const v1::LayerOverride& message, const FieldPath& wh
   if (message.has_kv_heads()) draft->config.kv_heads = message.kv_heads();
   if (message.has_head_dim()) draft->config.head_dim = message.head_dim();
   if (message.has_value_dim()) draft->value_dim = message.value_dim();
+  if (message.has_key_clusters()) draft->tokens_per_cluster = message.key_clusters().tokens_per_cluster();
   CTKVR_ASSIGN_OR_RETURN(const auto format, DecodeFormat(message.format(), FieldPath(where, "format")));
   draft->config.format = format.value_or(draft->config.format);
   CTKVR_ASSIGN_OR_RETURN(const SelectionOverride selection,
@@ -205,6 +208,8 @@ LayerConfig FinishLayer(LayerDraft draft) {
   Selection base;
   base.source = KeysAreCoded(layer.format) ? Source::kSketch : Source::kExact;
   layer.selection = Resolve(base, draft.selection);
+  layer.tokens_per_cluster =
+      draft.tokens_per_cluster.value_or(KeysAreCoded(layer.format) ? limits::kTokensPerClusterDefault : 0);
   return std::move(draft.config);
 }
 

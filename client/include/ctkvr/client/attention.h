@@ -40,6 +40,9 @@ struct Attention {
 // or was damaged on its way).
 absl::StatusOr<Attention> AttentionOf(const v1::Answer& answer, const LayerShape& shape);
 
+// The same of the remainder, for answers to AnswerOptions.remainder in any mode.
+absl::StatusOr<Attention> RemainderOf(const v1::Answer& answer, const LayerShape& shape);
+
 // The attention over the tokens of all parts together; tokens of two parts must not overlap. With sink_logits
 // [q_heads], which enter once, exp(sink_logits[h]) joins the sum of every row of query head h. A row that is empty in
 // all parts, sinks included, has output 0 and log_sum_exp -infinity. Computed in float64, then rounded once.
