@@ -262,5 +262,20 @@ TEST(AttentionOf, OthersAndDamagedOnesAreRefused) {
   expect(answer, "give [3, 4, 8]");
 }
 
+TEST(RemainderOf, IsReadAsTheAttentionIs) {
+  v1::Answer answer = SampleAnswer(v1::DTYPE_F16);
+  EXPECT_THAT(RemainderOf(answer, kShape),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("carries no remainder")));
+  answer.mutable_remainder_output()->Swap(answer.mutable_output());
+  answer.mutable_remainder_log_sum_exp()->Swap(answer.mutable_log_sum_exp());
+  const auto remainder = RemainderOf(answer, kShape);
+  ASSERT_THAT(remainder, IsOk());
+  EXPECT_EQ(remainder->output[63], 43);
+  EXPECT_THAT(remainder->log_sum_exp, ElementsAre(-20, -12, -4, 4, 12, 20, 28, 36));
+  answer.mutable_remainder_log_sum_exp()->add_dims(1);
+  EXPECT_THAT(RemainderOf(answer, kShape),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("answer.remainder_log_sum_exp has dims")));
+}
+
 }  // namespace
 }  // namespace ctkvr::client

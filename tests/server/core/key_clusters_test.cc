@@ -341,6 +341,43 @@ TEST_P(KeyClustersTest, MaintenanceTakesInTheTailOfItsOwnAccord) {
   AskAndExpectCovers(1935);
 }
 
+// Every backend call of a build and of a retrieval fails once.
+TEST_P(KeyClustersTest, FaultsChangeNothing) {
+  Open(FlatLayer());
+  Grow(1200);
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  Grow(1300);
+  const auto look = [&] {
+    const auto answer = harness_.Retrieve("s", Ask(1299));
+    EXPECT_THAT(answer, IsOk());
+    return answer->remainder->output + answer->remainder->log_sum_exp + answer->attention->output;
+  };
+  const std::string before = look();
+  const uint64_t held = harness_.Get(Ref("s"))->memory.held_bytes();
+  for (const bool after_work : {false, true}) {
+    uint64_t nth = 0;
+    for (bool failed = true; failed; ++nth) {
+      harness_.backend().Fail({.first = nth, .after_work = after_work});
+      failed = !harness_.Retrieve("s", Ask(1299)).ok();
+      harness_.backend().StopFailing();
+      EXPECT_EQ(look(), before) << "call " << nth;
+    }
+    EXPECT_GT(nth, 4u);
+    // Of the first block's first KV head, then of its second: nothing is published.
+    for (nth = 0; nth < 3; ++nth) {
+      harness_.backend().Fail({.first = nth, .after_work = after_work});
+      EXPECT_FALSE(harness_.Maintain("s").ok());
+      harness_.backend().StopFailing();
+      EXPECT_EQ(clustered_length(), 1200u);
+      EXPECT_EQ(harness_.Get(Ref("s"))->memory.held_bytes(), held);
+      EXPECT_EQ(look(), before) << "call " << nth;
+    }
+  }
+  ASSERT_THAT(harness_.Maintain("s"), IsOk());
+  EXPECT_EQ(clustered_length(), 1300u);
+  AskAndExpectCovers(1299);
+}
+
 // Bytes of blocks that the text of key_clusters.h gives.
 TEST_P(KeyClustersTest, MemoryIsTheFormulasAndAdmittedAtOpen) {
   Open(ClusteredLayer());

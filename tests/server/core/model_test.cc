@@ -7,6 +7,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <map>
 
 #include "tests/server/core/core_fixture.h"
@@ -44,6 +45,7 @@ class ModelTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
       layer = SmallLayer(formats[Below(4)], Source::kQueryCentroids);
       if (KeysAreCoded(layer.format) && Chance(2)) layer.selection.source = Source::kSketch;
       layer.selection.dense_below_tokens = Chance(2) ? 0 : 50;
+      if (Chance(2)) layer.tokens_per_cluster = 16;
     }
     return config;
   }
@@ -156,18 +158,29 @@ class ModelTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
     query.query.selection.reduction = reductions[Below(3)];
     if (Chance(4)) query.query.local_begin = Below(length + 2);
     if (Chance(4)) query.query.local_sinks = Below(8);
+    if (config.tokens_per_cluster > 0) query.query.answer.remainder = Chance(2);
+    harness_.RunAll();  // no step of maintenance between the two calls
+    const uint32_t clustered = harness_.Get(Ref(id, session->epoch))->layers[layer].clustered_length;
     const auto answer = harness_.Retrieve(id, query);
     Renew(*session);
     if (!answer.ok()) {
       EXPECT_EQ(GetErrorDetail(answer.status()).reason, kReasonBeforeIndex) << answer.status();
       return;
     }
-    ExpectAnswer(Stored(id, *session, layer), config, tokens, query.query, *answer);
+    const uint32_t tail_begin = query.query.answer.remainder ? clustered : 0xffffffff;
+    ExpectAnswer(Stored(id, *session, layer), config, tokens, {query.query, *answer, tail_begin});
     Renew(*session);
   }
 
-  void ExpectAnswer(const StoredLayer& stored, const LayerConfig& config, const Tokens& tokens, const Query& query,
-                    const Answer& answer) {
+  struct Asked {
+    const Query& query;
+    const Answer& answer;
+    uint32_t tail_begin = 0;  // of the key clusters
+  };
+  void ExpectAnswer(const StoredLayer& stored, const LayerConfig& config, const Tokens& tokens, const Asked& asked) {
+    const Query& query = asked.query;
+    const Answer& answer = asked.answer;
+    EXPECT_EQ(answer.remainder.has_value(), query.answer.remainder);
     const uint32_t heads = answer.used.reduction == Reduction::kPerHead ? 1 : config.group_heads();
     const auto sets = SplitAnswer(answer, heads);
     const size_t per_position = sets.size() / query.positions;
@@ -176,9 +189,10 @@ class ModelTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
                         .selection = answer.used,
                         .position = query.position + p,
                         .local_sinks = query.local_sinks,
-                        .local_begin = query.local_begin};
+                        .local_begin = query.local_begin,
+                        .tail_begin = asked.tail_begin};
       if (answer.indexed_length > 0 && answer.used.source == Source::kQueryCentroids) {
-        check.tail_begin = answer.indexed_length;
+        check.tail_begin = std::min(check.tail_begin, answer.indexed_length);
       }
       const std::vector<AnswerSet> own(sets.begin() + p * per_position, sets.begin() + (p + 1) * per_position);
       const oracle::Matrix queries = tokens.Queries(query.position + p);
@@ -186,6 +200,11 @@ class ModelTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
       const uint32_t end = std::min({stored.tokens, check.position + 1, query.local_begin.value_or(stored.tokens)});
       const uint32_t visible = end - std::min(end, query.local_sinks);
       if (own[0].ids.size() == visible) check.selection.k_tokens = 8192;
+      if (answer.remainder.has_value()) {
+        float log_sum_exp = 0;
+        std::memcpy(&log_sum_exp, &answer.remainder->log_sum_exp[p * config.q_heads * sizeof(float)], sizeof(float));
+        EXPECT_EQ(std::isfinite(log_sum_exp), own[0].ids.size() < visible);
+      }
       if (answer.source == Source::kExact) {
         EXPECT_TRUE(IsExactAnswer(own, stored, queries, check));
       } else {
@@ -248,6 +267,7 @@ class ModelTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
       for (size_t i = 0; i < 2; ++i) {
         ASSERT_EQ(info->layers[i].length, session->variants[i].size());
         ASSERT_LE(info->layers[i].indexed_length, info->layers[i].length);
+        ASSERT_LE(info->layers[i].clustered_length, info->layers[i].length);
         tokens += info->layers[i].length;
       }
       held += info->memory.held_bytes();

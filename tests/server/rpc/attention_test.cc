@@ -102,6 +102,38 @@ TEST_F(AttentionTest, AnOutputThatDoesNotFitIsTheErrorOfItsItem) {
   EXPECT_THAT(retrieved_.items(1).status().message(), HasSubstr("elements of the attention do not fit it"));
 }
 
+TEST_F(AttentionTest, TheRemainderComesBesideAnyMode) {
+  OpenWithTokens("a", 1300, v1::FORMAT_K8V4);
+  v1::MaintainSessionReply maintained;
+  ASSERT_THAT(Call(&Stub::MaintainSession, WithSession<v1::MaintainSessionRequest>("a"), &maintained), IsRpcOk());
+  ASSERT_THAT(Get("a"), IsRpcOk());
+  EXPECT_EQ(got_.session().layers(0).clustered_length(), 1300u);
+  for (const v1::AnswerMode mode :
+       {v1::ANSWER_MODE_IDS, v1::ANSWER_MODE_SCORES, v1::ANSWER_MODE_ROWS, v1::ANSWER_MODE_ATTENTION}) {
+    v1::RetrieveRequest request = Request(mode, v1::ROW_FORMAT_BF16);
+    request.mutable_items(0)->mutable_query()->set_position(1299);
+    request.mutable_answer()->set_remainder(true);
+    const v1::Answer answer = Ask(request);
+    EXPECT_THAT(answer.remainder_output().dims(), ElementsAre(1, kQHeads, kValueDim));
+    EXPECT_EQ(answer.remainder_output().dtype(), v1::DTYPE_BF16);
+    EXPECT_EQ(answer.remainder_output().data().size(), kQHeads * kValueDim * 2);
+    EXPECT_EQ(answer.remainder_log_sum_exp().dtype(), v1::DTYPE_F32);
+    EXPECT_THAT(answer.remainder_log_sum_exp().dims(), ElementsAre(1, kQHeads));
+    // About 1,284 tokens, none of which stands out.
+    EXPECT_THAT(Floats(answer.remainder_log_sum_exp().data()), Each(::testing::DoubleNear(std::log(1284), 0.5)));
+  }
+  v1::RetrieveRequest early = Request(v1::ANSWER_MODE_SCORES, v1::ROW_FORMAT_UNSPECIFIED);
+  early.mutable_answer()->set_remainder(true);
+  EXPECT_THAT(Retrieve(early), IsRpc(grpc::StatusCode::OUT_OF_RANGE, "the key clusters of the layer reach to 1300"));
+}
+
+TEST_F(AttentionTest, ALayerWithoutClustersHasNoRemainder) {
+  OpenWithTokens("a", 200);
+  v1::RetrieveRequest request = Request(v1::ANSWER_MODE_SCORES, v1::ROW_FORMAT_UNSPECIFIED);
+  request.mutable_answer()->set_remainder(true);
+  EXPECT_THAT(Retrieve(request), IsRpc(grpc::StatusCode::INVALID_ARGUMENT, "the layer keeps no key clusters"));
+}
+
 // The figures of proto/README.md: one layer and step of Llama-3-8B, 1,024 tokens of every KV head.
 TEST_F(AttentionTest, AReplyIsAFiveHundredthOfTheRows) {
   constexpr uint32_t kTokens = 1024;

@@ -59,6 +59,7 @@ TEST(DecodeSessionOptionsTest, WhatIsLeftOutTakesTheDocumentedDefault) {
     EXPECT_EQ(layer.softmax.softcap, 0);
     EXPECT_TRUE(layer.softmax.sink_logits.empty());
     EXPECT_EQ(layer.query_centroids.centroids, 0u);
+    EXPECT_EQ(layer.tokens_per_cluster, 16u);
     EXPECT_FALSE(layer.absent || layer.dense);
     EXPECT_EQ(layer.selection, Selection());
   }
@@ -196,6 +197,27 @@ TEST(LayerOverrideTest, EveryFieldIsLaidOverItsLayersAlone) {
     EXPECT_EQ(config.layers[i].selection.k_tokens, 256u);
     EXPECT_FALSE(config.layers[i].dense);
   }
+}
+
+TEST(LayerOverrideTest, KeyClustersFollowTheFormatUnlessSet) {
+  v1::SessionOptions options = Bare(4);
+  v1::LayerOverride* floats = options.add_layer_overrides();
+  floats->add_layers(1);
+  floats->set_format(v1::FORMAT_F16);
+  v1::LayerOverride* none = options.add_layer_overrides();
+  none->add_layers(2);
+  none->mutable_key_clusters();
+  v1::LayerOverride* few = options.add_layer_overrides();
+  few->add_layers(3);
+  few->mutable_key_clusters()->set_tokens_per_cluster(8);
+  const auto per_layer = [&] {
+    std::vector<uint32_t> counts;
+    for (const LayerConfig& layer : Decoded(options).layers) counts.push_back(layer.tokens_per_cluster);
+    return counts;
+  };
+  EXPECT_THAT(per_layer(), ::testing::ElementsAre(16, 0, 0, 8));
+  options.mutable_key_clusters()->set_tokens_per_cluster(32);
+  EXPECT_THAT(per_layer(), ::testing::ElementsAre(32, 32, 0, 8));
 }
 
 TEST(LayerOverrideTest, LaterOnesWinFieldByField) {
@@ -386,7 +408,7 @@ bool SameLayers(const SessionConfig& a, const SessionConfig& b) {
                       x.softmax.softcap == y.softmax.softcap && x.softmax.sink_logits == y.softmax.sink_logits &&
                       x.query_centroids.centroids == y.query_centroids.centroids &&
                       x.query_centroids.list_tokens == y.query_centroids.list_tokens &&
-                      x.query_centroids.name == y.query_centroids.name;
+                      x.query_centroids.name == y.query_centroids.name && x.tokens_per_cluster == y.tokens_per_cluster;
     if (!same) return false;
   }
   return true;
@@ -427,6 +449,7 @@ LayerConfig RandomLayer(std::mt19937_64& random) {
   layer.softmax.softcap = coin() ? 30.0f : 0.0f;
   if (coin()) layer.softmax.sink_logits.assign(layer.q_heads, coin() ? 0.0f : 2.0f);
   if (coin()) layer.query_centroids = {.centroids = 16, .list_tokens = 8, .name = "set"};
+  layer.tokens_per_cluster = coin() ? 0 : 8;
   return layer;
 }
 

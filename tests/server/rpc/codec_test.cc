@@ -356,10 +356,19 @@ TEST(DecodeAnswerOptionsTest, EveryServedValueIsTaken) {
   EXPECT_EQ(DecodeAnswerOptions(message)->known_code_generation, 3u);
 }
 
-TEST(DecodeAnswerOptionsTest, WhatIsNotServedIsSaid) {
+TEST(DecodeAnswerOptionsTest, TheRemainderComesAsFloatsUnlessAHalfIsAskedFor) {
   v1::AnswerOptions message;
+  EXPECT_FALSE(DecodeAnswerOptions(message)->remainder);
   message.set_remainder(true);
-  EXPECT_THAT(DecodeAnswerOptions(message), IsNotServed("answer.remainder"));
+  for (const auto& [format, dtype] : {std::pair{v1::ROW_FORMAT_UNSPECIFIED, DType::kF32},
+                                      {v1::ROW_FORMAT_F32, DType::kF32},
+                                      {v1::ROW_FORMAT_STORAGE, DType::kF32},
+                                      {v1::ROW_FORMAT_F16, DType::kF16},
+                                      {v1::ROW_FORMAT_BF16, DType::kBF16}}) {
+    message.set_row_format(format);
+    EXPECT_TRUE(DecodeAnswerOptions(message)->remainder);
+    EXPECT_EQ(DecodeAnswerOptions(message)->remainder_dtype, dtype);
+  }
 }
 
 TEST(DecodeAnswerOptionsTest, UnknownNumbersAreInvalid) {

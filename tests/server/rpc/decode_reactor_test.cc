@@ -148,11 +148,11 @@ TEST_F(DecodeTest, AnOptionThatIsNotServedEndsTheStream) {
   OpenWithTokens("a", 20);
   const auto stream = Start();
   v1::DecodeRequest request = MakeDecode("a", 0, 20, 1);
-  request.mutable_answer()->set_remainder(true);
+  request.mutable_items(0)->mutable_chunk()->add_segments(1);
   ASSERT_TRUE(stream->Write(request));
   v1::DecodeReply reply;
   EXPECT_FALSE(stream->Read(&reply));
-  EXPECT_THAT(stream->Finish(), IsRpc(grpc::StatusCode::UNIMPLEMENTED, "answer.remainder"));
+  EXPECT_THAT(stream->Finish(), IsRpc(grpc::StatusCode::UNIMPLEMENTED, "segments"));
 }
 
 TEST_F(DecodeTest, AStreamWithoutMessagesEndsWell) {
