@@ -90,7 +90,9 @@ class ModelTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
     const uint32_t first = Chance(5) ? Below(length + 5) : length;
     const uint64_t variant = Chance(4) ? 1 + Below(3) : 0;
     OwnedChunk chunk = Text(*session, layer, first, count, variant);
-    const bool fails = Chance(6);
+    // Not where a step of maintenance may follow the append at once and meet the fault in its place.
+    const bool fails = Chance(6) && session->config.maintenance == Maintenance::kManual;
+    if (fails) harness_.RunAll();
     if (fails) harness_.backend().Fail({.first = Below(4), .count = 1, .after_work = Chance(2)});
     StepRequest request{.session = Ref(id), .chunk = chunk.chunk};
     const auto result = harness_.Step({request})[0].append;
