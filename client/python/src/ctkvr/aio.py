@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client for asyncio: the same calls as ctkvr.client, to be awaited.
+
+    async with await ctkvr.aio.connect("127.0.0.1:7420") as client:
+        session = await client.open_session(...)
+        answer = await session.retrieve(0, queries)
+
+Arrays are packed and unpacked on the event loop: a few milliseconds for a message of append_bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import grpc
+import grpc.aio
+
+from ctkvr import calls, codec
+from ctkvr.answer import AnswerMode, RowFormat, Selection, Source
+from ctkvr.calls import ClientCore, Connection, Operation, SessionCore
+from ctkvr.channel import CHANNEL_OPTIONS, METHODS
+from ctkvr.decode import DecodeCore, Step, StepResult
+from ctkvr.errors import CtkvrError, from_rpc
+from ctkvr.retry import RetryOptions
+from ctkvr.session import SessionHandle
+
+__all__ = ["Client", "DecodeStream", "Session", "connect"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Runner:
+    """Runs operations by awaiting."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+
+    async def run(self, operation: Operation[T]) -> T:
+        """Drives an operation to its end."""
+        try:
+            effect = next(operation)
+            while True:
+                try:
+                    result = await self._perform(effect)
+                except grpc.RpcError as error:
+                    effect = operation.throw(from_rpc(error))
+                else:
+                    effect = operation.send(result)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+        finally:
+            operation.close()
+
+    def _perform(self, effect: calls.Effect) -> Awaitable[Any]:
+        if isinstance(effect, calls.Sleep):
+            return asyncio.sleep(effect.seconds)
+        method = METHODS[effect.method]
+        if isinstance(effect, calls.Unary):
+            unary = self.channel.unary_unary(method.path, method.serialize, method.deserialize)
+            return unary(effect.request, timeout=effect.timeout)
+        upload = self.channel.stream_unary(method.path, method.serialize, method.deserialize)
+        return upload(effect.requests, timeout=effect.timeout)
+
+
+def _client_call(
+    method: Callable[Concatenate[ClientCore, P], Operation[T]],
+) -> Callable[Concatenate[Client, P], Coroutine[Any, Any, T]]:
+    @functools.wraps(method)
+    async def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.runner.run(method(self.core, *args, **kwargs))
+
+    return call
+
+
+def _session_maker(
+    method: Callable[Concatenate[ClientCore, P], Operation[SessionCore]],
+) -> Callable[Concatenate[Client, P], Coroutine[Any, Any, Session]]:
+    @functools.wraps(method)
+    async def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Session:
+        return Session(await self.runner.run(method(self.core, *args, **kwargs)), self.runner)
+
+    return call
+
+
+def _session_call(
+    method: Callable[Concatenate[SessionCore, P], Operation[T]],
+) -> Callable[Concatenate[Session, P], Coroutine[Any, Any, T]]:
+    @functools.wraps(method)
+    async def call(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await self.runner.run(method(self.core, *args, **kwargs))
+
+    return call
+
+
+async def connect(
+    address: str,
+    *,
+    timeout: float = 30.0,
+    credentials: grpc.ChannelCredentials | None = None,
+    retry: RetryOptions | None = None,
+    append_bytes: int = 8 << 20,
+) -> Client:
+    """As ctkvr.connect."""
+    if credentials is None:
+        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    else:
+        channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    connection = Connection(timeout=timeout, append_bytes=append_bytes, retry=retry or RetryOptions())
+    client = Client(ClientCore(connection), Runner(channel))
+    try:
+        await client.server_info()
+    except BaseException:
+        await client.close()
+        raise
+    return client
+
+
+class Client:
+    """A connection to one server, of one event loop. The end of an `async with` closes it, and no session."""
+
+    def __init__(self, core: ClientCore, runner: Runner) -> None:
+        """Use connect()."""
+        self.core = core
+        self.runner = runner
+
+    server_info = _client_call(ClientCore.server_info)
+    list_sessions = _client_call(ClientCore.list_sessions)
+    open_session = _session_maker(ClientCore.open_session)
+    attach_session = _session_maker(ClientCore.attach_session)
+
+    def decode(
+        self,
+        *,
+        k: int | None = None,
+        source: Source | None = None,
+        answer: AnswerMode = "rows",
+        row_format: RowFormat = "f16",
+        selection: Selection | None = None,
+        in_flight_max: int = 64,
+        timeout: float | None = None,
+    ) -> DecodeStream:
+        """As ctkvr.Client.decode."""
+        settings = codec.QuerySettings(codec.merge_selection(selection, k, source), answer, row_format)
+        return DecodeStream(DecodeCore(None, settings, in_flight_max), self.runner, timeout)
+
+    async def close(self) -> None:
+        """Ends the connection; calls that run are cancelled."""
+        await self.runner.channel.close()
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Session(SessionHandle):
+    """As ctkvr.Session; the end of an `async with` closes the session."""
+
+    def __init__(self, core: SessionCore, runner: Runner) -> None:
+        """Use Client.open_session() or attach_session()."""
+        super().__init__(core)
+        self.runner = runner
+
+    append = _session_call(SessionCore.append)
+    retrieve = _session_call(SessionCore.retrieve)
+    truncate = _session_call(SessionCore.truncate)
+    maintain = _session_call(SessionCore.maintain)
+    info = _session_call(SessionCore.info)
+    keep_alive = _session_call(SessionCore.keep_alive)
+    close = _session_call(SessionCore.close)
+
+    def decode(
+        self,
+        *,
+        k: int | None = None,
+        source: Source | None = None,
+        answer: AnswerMode = "rows",
+        row_format: RowFormat = "f16",
+        selection: Selection | None = None,
+        in_flight_max: int = 64,
+        timeout: float | None = None,
+    ) -> DecodeStream:
+        """As ctkvr.Session.decode."""
+        settings = codec.QuerySettings(codec.merge_selection(selection, k, source), answer, row_format)
+        return DecodeStream(DecodeCore(self.core, settings, in_flight_max), self.runner, timeout)
+
+    async def __aenter__(self) -> Session:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self.runner.run(self.core.leave())
+        except CtkvrError:
+            if kind is None:  # else the error that ended the block is the one to tell; the lease ends the session
+                raise
+
+
+class DecodeStream:
+    """As ctkvr.DecodeStream. One task may send while another receives."""
+
+    def __init__(self, core: DecodeCore, runner: Runner, timeout: float | None) -> None:
+        """Use decode() of a session or client."""
+        self._core = core
+        self._runner = runner
+        method = METHODS["Decode"]
+        stream: Any = runner.channel.stream_stream(method.path, method.serialize, method.deserialize)
+        self._call = stream(timeout=timeout)
+        self._ended: CtkvrError | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Messages sent and not yet received."""
+        return self._core.in_flight
+
+    @property
+    def unanswered(self) -> list[list[Step]]:
+        """The steps in flight, message by message, positions filled in."""
+        return self._core.unanswered
+
+    async def send(self, steps: Step | Sequence[Step]) -> None:
+        """As ctkvr.DecodeStream.send."""
+        if self._ended is not None:
+            raise self._ended
+        request = await self._runner.run(self._core.prepare([steps] if isinstance(steps, Step) else steps))
+        try:
+            await self._call.write(request)
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise await self._end(error) from None
+
+    async def receive(self) -> list[StepResult]:
+        """As ctkvr.DecodeStream.receive."""
+        if self._ended is not None:
+            raise self._ended
+        self._core.check_receivable()
+        try:
+            reply = await self._call.read()
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            raise await self._end(error) from None
+        if reply is grpc.aio.EOF:
+            raise await self._end(None)
+        return self._core.take(reply)
+
+    async def step(self, layer: int, keys: Any = None, values: Any = None, queries: Any = None) -> StepResult:
+        """As ctkvr.DecodeStream.step."""
+        if self.in_flight:
+            raise RuntimeError(f"in_flight is {self.in_flight}; receive first")
+        await self.send(Step(layer, keys, values, queries))
+        return (await self.receive())[0]
+
+    async def _end(self, error: Exception | None) -> CtkvrError:
+        self._ended = self._core.end(from_rpc(error) if isinstance(error, grpc.RpcError) else None)
+        return self._ended
+
+    async def close(self) -> None:
+        """As ctkvr.DecodeStream.close."""
+        if self._ended is not None:
+            return
+        try:
+            await self._call.done_writing()
+            while self.in_flight:
+                await self.receive()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """As ctkvr.DecodeStream.cancel."""
+        self._call.cancel()
+        if self._ended is None:
+            self._ended = self._core.end(None)
+
+    async def __aenter__(self) -> DecodeStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            await self.close()
+        else:
+            self.cancel()

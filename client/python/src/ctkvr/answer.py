@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers: which tokens were chosen, at which scores, with which rows, and how. Plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Answer", "AnswerMode", "Reduction", "RowFormat", "Selection", "Sets", "Source"]
+
+AnswerMode = Literal["ids", "scores", "rows"]
+Reduction = Literal["sum_softmax", "max_softmax", "per_head"]
+RowFormat = Literal["f32", "f16", "bf16", "storage"]
+Source = Literal["dense", "exact", "sketch", "query_centroids"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What to choose; proto/ctkvr/v1/session.proto explains every setting.
+
+    None takes the layer's, then the session's, then the server's value; the one in Answer.used says what was used.
+    """
+
+    k: int | None = None  # tokens a set, beside the always-included ones
+    source: Source | None = None
+    top_p: float | None = None
+    min_share: float | None = None
+    min_score: float | None = None
+    reduction: Reduction | None = None
+    sink_tokens: int | None = None
+    window_tokens: int | None = None
+    dense_below_tokens: int | None = None
+    keep_share: float | None = None
+    refine_planes: int | None = None
+    candidate_tokens: int | None = None
+    probes: int | None = None
+    centroid_set: str | None = None
+
+
+class Sets:
+    """One array for each (position, set): sets[p, g]. Arrays are views of `flat` and cannot be written to.
+
+    A set is a KV head, or a query head under reduction "per_head".
+    """
+
+    def __init__(self, counts: npt.NDArray[np.uint32], flat: npt.NDArray[Any], heads: int | None = None) -> None:
+        """counts [P, G]. flat: [N, ...], or with `heads` [N * heads], where a set's array is [heads, n]."""
+        self.shape = (int(counts.shape[0]), int(counts.shape[1]))
+        self.flat = flat
+        self._heads = heads
+        self._begins = np.concatenate(([0], np.cumsum(counts.ravel(), dtype=np.int64)))
+
+    def __getitem__(self, index: tuple[int, int]) -> npt.NDArray[Any]:
+        position, set_ = index
+        for name, value, limit in (("position", position, self.shape[0]), ("set", set_, self.shape[1])):
+            if not -limit <= value < limit:
+                raise IndexError(f"{name} is {value}; there are {limit}")
+        place = position % self.shape[0] * self.shape[1] + set_ % self.shape[1]
+        begin, end = int(self._begins[place]), int(self._begins[place + 1])
+        if self._heads is None:
+            return self.flat[begin:end]
+        return self.flat[begin * self._heads : end * self._heads].reshape(self._heads, end - begin)
+
+    def __iter__(self) -> Iterator[npt.NDArray[Any]]:
+        return (self[p, g] for p in range(self.shape[0]) for g in range(self.shape[1]))
+
+    def __len__(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens chosen. P positions asked for, G sets a position (see Sets), n tokens a set, R query heads a set."""
+
+    counts: npt.NDArray[np.uint32]  # [P, G]: n of each set
+    ids: Sets  # uint32 [n]: cache positions, ascending
+    scores: Sets | None  # float32 [R, n]: unscaled inner products with the decoded stored keys
+    keys: Sets | None  # [n, head_dim]: float32 for row format "f32" and "storage", float16, or uint16 for "bf16"
+    values: Sets | None  # [n, value_dim], as keys
+    row_format: RowFormat | None  # None: no rows
+    used: Selection  # every setting as it was used
+    source: Source  # what served: "dense" where every token was chosen
+    length: int  # tokens the layer held
+    indexed_length: int  # of these, in the index
+    bytes_read: int  # to choose
+    always_tokens: int  # of the last position: sinks, window and tail, a set
+    code_generation: int

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client that blocks. ctkvr.aio is its twin; what calls do stands in ctkvr.calls, once for both."""
+
+from __future__ import annotations
+
+import functools
+import queue
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import grpc
+from google.protobuf.message import Message
+
+from ctkvr import calls, codec
+from ctkvr.answer import AnswerMode, RowFormat, Selection, Source
+from ctkvr.calls import ClientCore, Connection, Operation, SessionCore
+from ctkvr.channel import CHANNEL_OPTIONS, METHODS
+from ctkvr.decode import DecodeCore, Step, StepResult
+from ctkvr.errors import CtkvrError, from_rpc
+from ctkvr.retry import RetryOptions
+from ctkvr.session import SessionHandle
+
+__all__ = ["Client", "DecodeStream", "Session", "connect"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Runner:
+    """Runs operations by blocking. Thread-safe."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.channel = channel
+
+    def run(self, operation: Operation[T]) -> T:
+        """Drives an operation to its end."""
+        try:
+            effect = next(operation)
+            while True:
+                try:
+                    result = self._perform(effect)
+                except grpc.RpcError as error:
+                    effect = operation.throw(from_rpc(error))
+                else:
+                    effect = operation.send(result)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+        finally:
+            operation.close()
+
+    def _perform(self, effect: calls.Effect) -> Any:
+        if isinstance(effect, calls.Sleep):
+            time.sleep(effect.seconds)
+            return None
+        method = METHODS[effect.method]
+        if isinstance(effect, calls.Unary):
+            unary = self.channel.unary_unary(method.path, method.serialize, method.deserialize)
+            return unary(effect.request, timeout=effect.timeout)
+        upload = self.channel.stream_unary(method.path, method.serialize, method.deserialize)
+        return upload(effect.requests, timeout=effect.timeout)
+
+
+def _client_call(method: Callable[Concatenate[ClientCore, P], Operation[T]]) -> Callable[Concatenate[Client, P], T]:
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.runner.run(method(self.core, *args, **kwargs))
+
+    return call
+
+
+def _session_maker(
+    method: Callable[Concatenate[ClientCore, P], Operation[SessionCore]],
+) -> Callable[Concatenate[Client, P], Session]:
+    @functools.wraps(method)
+    def call(self: Client, /, *args: P.args, **kwargs: P.kwargs) -> Session:
+        return Session(self.runner.run(method(self.core, *args, **kwargs)), self.runner)
+
+    return call
+
+
+def _session_call(method: Callable[Concatenate[SessionCore, P], Operation[T]]) -> Callable[Concatenate[Session, P], T]:
+    @functools.wraps(method)
+    def call(self: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.runner.run(method(self.core, *args, **kwargs))
+
+    return call
+
+
+def connect(
+    address: str,
+    *,
+    timeout: float = 30.0,
+    credentials: grpc.ChannelCredentials | None = None,
+    retry: RetryOptions | None = None,
+    append_bytes: int = 8 << 20,
+) -> Client:
+    """Connects to "host:port" or "unix:/path" and asks for the server's limits.
+
+    timeout: seconds of a call with all its attempts, unless the call says otherwise. credentials None: no encryption.
+    append_bytes: append() splits into messages of about so many. Raises Unavailable: nobody answers.
+    """
+    if credentials is None:
+        channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    else:
+        channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+    connection = Connection(timeout=timeout, append_bytes=append_bytes, retry=retry or RetryOptions())
+    client = Client(ClientCore(connection), Runner(channel))
+    try:
+        client.server_info()
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+class Client:
+    """A connection to one server. Thread-safe. The end of a `with` closes the connection, and no session."""
+
+    def __init__(self, core: ClientCore, runner: Runner) -> None:
+        """Use connect()."""
+        self.core = core
+        self.runner = runner
+
+    server_info = _client_call(ClientCore.server_info)
+    list_sessions = _client_call(ClientCore.list_sessions)
+    open_session = _session_maker(ClientCore.open_session)
+    attach_session = _session_maker(ClientCore.attach_session)
+
+    def decode(
+        self,
+        *,
+        k: int | None = None,
+        source: Source | None = None,
+        answer: AnswerMode = "rows",
+        row_format: RowFormat = "f16",
+        selection: Selection | None = None,
+        in_flight_max: int = 64,
+        timeout: float | None = None,
+    ) -> DecodeStream:
+        """A stream for steps of several sessions, each named in its Step. timeout: of the stream's whole life."""
+        settings = codec.QuerySettings(codec.merge_selection(selection, k, source), answer, row_format)
+        return DecodeStream(DecodeCore(None, settings, in_flight_max), self.runner, timeout)
+
+    def close(self) -> None:
+        """Ends the connection; calls that run are cancelled."""
+        self.runner.channel.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Session(SessionHandle):
+    """A session on the server. Thread-safe; appends that must follow each other need the caller's own order.
+
+    The end of a `with` closes the session. Without one it lives until close(), or until no call has named it for its
+    lease, and attach_session finds it again.
+    """
+
+    def __init__(self, core: SessionCore, runner: Runner) -> None:
+        """Use Client.open_session() or attach_session()."""
+        super().__init__(core)
+        self.runner = runner
+
+    append = _session_call(SessionCore.append)
+    retrieve = _session_call(SessionCore.retrieve)
+    truncate = _session_call(SessionCore.truncate)
+    maintain = _session_call(SessionCore.maintain)
+    info = _session_call(SessionCore.info)
+    keep_alive = _session_call(SessionCore.keep_alive)
+    close = _session_call(SessionCore.close)
+
+    def decode(
+        self,
+        *,
+        k: int | None = None,
+        source: Source | None = None,
+        answer: AnswerMode = "rows",
+        row_format: RowFormat = "f16",
+        selection: Selection | None = None,
+        in_flight_max: int = 64,
+        timeout: float | None = None,
+    ) -> DecodeStream:
+        """A stream for this session's steps. timeout: of its whole life; none by default."""
+        settings = codec.QuerySettings(codec.merge_selection(selection, k, source), answer, row_format)
+        return DecodeStream(DecodeCore(self.core, settings, in_flight_max), self.runner, timeout)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.runner.run(self.core.leave())
+        except CtkvrError:
+            if kind is None:  # else the error that ended the block is the one to tell; the lease ends the session
+                raise
+
+
+class DecodeStream:
+    """The hot path: a step's append and retrieval in one message, many in flight, replies in order.
+
+    Not retried: after a failure open another stream and send `unanswered` again; appends are idempotent by position.
+    One thread may send while another receives. The end of a `with` waits for what is in flight and drops it.
+    """
+
+    def __init__(self, core: DecodeCore, runner: Runner, timeout: float | None) -> None:
+        """Use decode() of a session or client."""
+        self._core = core
+        self._runner = runner
+        self._requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        method = METHODS["Decode"]
+        stream = runner.channel.stream_stream(method.path, method.serialize, method.deserialize)
+        self._call: Any = stream(iter(self._requests.get, None), timeout=timeout)
+        self._ended: CtkvrError | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """Messages sent and not yet received."""
+        return self._core.in_flight
+
+    @property
+    def unanswered(self) -> list[list[Step]]:
+        """The steps in flight, message by message, positions filled in."""
+        return self._core.unanswered
+
+    def send(self, steps: Step | Sequence[Step]) -> None:
+        """Sends one message: a step, or the steps of several sessions.
+
+        ValueError, TypeError: a step that does not fit its layer; RuntimeError: in_flight_max messages wait for
+        receive(). Nothing is sent then.
+        """
+        if self._ended is not None:
+            raise self._ended
+        self._requests.put(self._runner.run(self._core.prepare([steps] if isinstance(steps, Step) else steps)))
+
+    def receive(self) -> list[StepResult]:
+        """Waits for the results of the oldest message in flight, in the order of its steps.
+
+        RuntimeError: nothing is in flight. Raises how the stream ended, where it did, now and later.
+        """
+        if self._ended is not None:
+            raise self._ended
+        self._core.check_receivable()
+        try:
+            reply = next(self._call)
+        except StopIteration:
+            raise self._end(None) from None
+        except grpc.RpcError as error:
+            raise self._end(from_rpc(error)) from None
+        return self._core.take(reply)
+
+    def step(self, layer: int, keys: Any = None, values: Any = None, queries: Any = None) -> StepResult:
+        """Sends one step of the stream's session and waits for it. RuntimeError: others are in flight."""
+        if self.in_flight:
+            raise RuntimeError(f"in_flight is {self.in_flight}; receive first")
+        self.send(Step(layer, keys, values, queries))
+        return self.receive()[0]
+
+    def _end(self, error: CtkvrError | None) -> CtkvrError:
+        self._requests.put(None)
+        self._ended = self._core.end(error)
+        return self._ended
+
+    def close(self) -> None:
+        """Says that no more will be sent and waits for what is in flight; its results are dropped."""
+        if self._ended is not None:
+            return
+        self._requests.put(None)
+        try:
+            while self.in_flight:
+                self.receive()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Ends the stream at once; appends that the server has done stay done."""
+        self._call.cancel()
+        if self._ended is None:
+            self._end(None)
+
+    def __enter__(self) -> DecodeStream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.cancel()

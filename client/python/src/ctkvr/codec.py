@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between Python values and the messages of the contract: checks, conversions, splitting. No calls are made here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from ctkvr.answer import Answer, AnswerMode, RowFormat, Selection, Sets, Source
+from ctkvr.arrays import STORAGE, DTypeName, elements
+from ctkvr.errors import ProtocolError
+from ctkvr.rows import LayerShape, RowDecoder
+from ctkvr.v1 import cache_pb2, session_pb2, tensor_pb2
+
+# Room for id, fingerprint, dims and field tags beside the arrays of a message.
+_MESSAGE_OVERHEAD_BYTES = 1024
+
+_DTYPES: dict[str, tensor_pb2.DType] = {
+    "float32": tensor_pb2.DTYPE_F32,
+    "float16": tensor_pb2.DTYPE_F16,
+    "bfloat16": tensor_pb2.DTYPE_BF16,
+}
+_DTYPE_NAMES: dict[int, DTypeName] = {value: cast("DTypeName", name) for name, value in _DTYPES.items()}
+
+
+class _Enum(Protocol):
+    def keys(self) -> list[str]: ...
+    def Value(self, name: str) -> Any: ...  # noqa: N802 (the generated class's name)
+    def Name(self, number: Any) -> str: ...  # noqa: N802
+
+
+def enum_value(enum: _Enum, prefix: str, name: str, field: str) -> Any:
+    """SOURCE_EXACT of "exact". ValueError: no such name; the text lists those there are."""
+    full = prefix + name.upper()
+    names = enum.keys()
+    if full not in names:
+        known = ", ".join(key.removeprefix(prefix).lower() for key in names[1:])
+        raise ValueError(f"{field} is {name!r}; it is one of {known}")
+    return enum.Value(full)
+
+
+def enum_name(enum: _Enum, prefix: str, number: int) -> str:
+    """The name "exact" of SOURCE_EXACT."""
+    return enum.Name(number).removeprefix(prefix).lower()
+
+
+# ---- Selection -------------------------------------------------------------------------------------------------------
+
+# Fields that are called otherwise here, and the enums.
+_FIELD_NAMES = {"k": "k_tokens"}
+_FIELD_ENUMS: dict[str, tuple[_Enum, str]] = {
+    "source": (session_pb2.Source, "SOURCE_"),
+    "reduction": (session_pb2.GroupReduction, "GROUP_REDUCTION_"),
+}
+
+
+def encode_selection(selection: Selection) -> session_pb2.Selection:
+    """Fields that are None stay unset."""
+    message = session_pb2.Selection()
+    for field in fields(selection):
+        value = getattr(selection, field.name)
+        if value is None:
+            continue
+        if field.name in _FIELD_ENUMS:
+            value = enum_value(*_FIELD_ENUMS[field.name], value, field.name)
+        setattr(message, _FIELD_NAMES.get(field.name, field.name), value)
+    return message
+
+
+def decode_selection(message: session_pb2.Selection) -> Selection:
+    """Fields that are unset become None."""
+    values: dict[str, Any] = {}
+    for field in fields(Selection):
+        name = _FIELD_NAMES.get(field.name, field.name)
+        if not message.HasField(cast("Any", name)):
+            continue
+        value = getattr(message, name)
+        values[field.name] = enum_name(*_FIELD_ENUMS[field.name], value) if field.name in _FIELD_ENUMS else value
+    return Selection(**values)
+
+
+def merge_selection(selection: Selection | None, k: int | None, source: Source | None) -> Selection:
+    """`selection` with the two settings that have arguments of their own."""
+    merged = selection or Selection()
+    if k is not None:
+        merged = replace(merged, k=k)
+    if source is not None:
+        merged = replace(merged, source=source)
+    return merged
+
+
+# ---- Sessions --------------------------------------------------------------------------------------------------------
+
+
+def set_geometry(options: session_pb2.SessionOptions, dtype: str | None, sizes: Mapping[str, int | None]) -> None:
+    """Lays what is given over options.geometry. ValueError: an unknown dtype."""
+    for name, value in sizes.items():
+        if value is not None:
+            setattr(options.geometry, name, value)
+    if dtype is None:
+        return
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it is one of {', '.join(_DTYPES)}")
+    options.geometry.dtype = _DTYPES[dtype]
+
+
+def shape_of_layer(options: session_pb2.SessionOptions, layer: int) -> LayerShape:
+    """The shape of a layer, overrides applied in order. IndexError: a layer that is not there."""
+    geometry = options.geometry
+    if not 0 <= layer < geometry.layers:
+        raise IndexError(f"layer is {layer}; the session has {geometry.layers}")
+    shape = LayerShape(
+        q_heads=geometry.q_heads,
+        kv_heads=geometry.kv_heads,
+        head_dim=geometry.head_dim,
+        value_dim=geometry.value_dim or geometry.head_dim,
+        dtype=_DTYPE_NAMES[geometry.dtype],
+    )
+    for override in options.layer_overrides:
+        if layer not in override.layers:
+            continue
+        names = ("q_heads", "kv_heads", "head_dim", "value_dim")
+        given = {name: getattr(override, name) for name in names if override.HasField(cast("Any", name))}
+        shape = replace(shape, absent=shape.absent or override.absent, **given)
+        shape = replace(shape, value_dim=shape.value_dim or shape.head_dim)
+    return shape
+
+
+# ---- Chunks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Consecutive tokens of one layer, checked against its shape. Arrays as `elements` gives them."""
+
+    shape: LayerShape
+    layer: int
+    keys: npt.NDArray[Any]  # [tokens, kv_heads, head_dim]
+    values: npt.NDArray[Any]  # [tokens, kv_heads, value_dim]
+    queries: npt.NDArray[Any]  # [positions, q_heads, head_dim], of the last tokens
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return len(self.keys)
+
+    def part(self, begin: int, end: int) -> Chunk:
+        """Tokens [begin, end), without a copy."""
+        first_query = self.tokens - len(self.queries)
+        queries = self.queries[max(begin - first_query, 0) : max(end - first_query, 0)]
+        return replace(self, keys=self.keys[begin:end], values=self.values[begin:end], queries=queries)
+
+    def encode(self, first_position: int) -> cache_pb2.Chunk:
+        """As a message."""
+        message = cache_pb2.Chunk(
+            layer=self.layer,
+            first_position=first_position,
+            keys=_encode_tensor(self.keys, self.shape.dtype),
+            values=_encode_tensor(self.values, self.shape.dtype),
+        )
+        if len(self.queries):
+            message.queries.CopyFrom(_encode_tensor(self.queries, self.shape.dtype))
+        return message
+
+    def checksum(self) -> int:
+        """AppendRequest.checksum."""
+        hasher = xxhash.xxh3_64()
+        for array in (self.keys, self.values, self.queries):
+            if array.size:
+                hasher.update(array.reshape(-1).view(np.uint8).data)
+        return int(hasher.intdigest())
+
+
+def make_chunk(shape: LayerShape, layer: int, keys: Any, values: Any, queries: Any = None) -> Chunk:
+    """Checks arrays against the layer. ValueError: dims; TypeError: element type. One token may come without its axis.
+
+    keys [tokens, kv_heads, head_dim], values [tokens, kv_heads, value_dim], queries [positions, q_heads, head_dim].
+    """
+    key_array = _checked(keys, shape.dtype, "keys", (shape.kv_heads, shape.head_dim))
+    value_array = _checked(values, shape.dtype, "values", (shape.kv_heads, shape.value_dim))
+    if queries is None:
+        query_array: npt.NDArray[Any] = np.empty((0, shape.q_heads, shape.head_dim), STORAGE[shape.dtype])
+    else:
+        query_array = _checked(queries, shape.dtype, "queries", (shape.q_heads, shape.head_dim))
+    if len(key_array) == 0:
+        raise ValueError("keys has no token")
+    if len(value_array) != len(key_array):
+        raise ValueError(f"values has {len(value_array)} tokens; keys has {len(key_array)}")
+    if len(query_array) > len(key_array):
+        raise ValueError(f"queries has {len(query_array)} positions; keys has {len(key_array)} tokens")
+    return Chunk(shape, layer, key_array, value_array, query_array)
+
+
+def _checked(array: Any, dtype: str, name: str, row: tuple[int, int]) -> npt.NDArray[Any]:
+    found = elements(array, dtype, name)
+    if found.shape == row:
+        found = found[np.newaxis]
+    if found.ndim != 3 or found.shape[1:] != row:
+        raise ValueError(f"{name} has dims {list(found.shape)}; [n, {row[0]}, {row[1]}] is expected")
+    return found
+
+
+def _encode_tensor(array: npt.NDArray[Any], dtype: str) -> tensor_pb2.Tensor:
+    return tensor_pb2.Tensor(dtype=_DTYPES[dtype], dims=array.shape, data=array.tobytes())
+
+
+def tokens_per_message(chunk: Chunk, limits: cache_pb2.ServerLimits, append_bytes: int) -> int:
+    """How many tokens of the chunk a message may carry."""
+    budget = append_bytes
+    if limits.message_bytes_max:
+        budget = min(budget, limits.message_bytes_max - _MESSAGE_OVERHEAD_BYTES)
+    arrays = (chunk.keys, chunk.values, *((chunk.queries,) if len(chunk.queries) else ()))
+    tokens = budget // sum(array[0].nbytes for array in arrays)
+    return int(max(1, min(tokens, limits.append_tokens_max or tokens)))
+
+
+def parts_of(chunk: Chunk, begin: int, step: int) -> Iterator[tuple[int, Chunk]]:
+    """(offset, part) of the chunk's tokens from `begin` on, at most `step` tokens each."""
+    for offset in range(begin, chunk.tokens, step):
+        yield offset, chunk.part(offset, min(offset + step, chunk.tokens))
+
+
+# ---- Queries and answers ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class QuerySettings:
+    """What a retrieval asks for beside layer, position and queries."""
+
+    selection: Selection
+    answer: AnswerMode
+    row_format: RowFormat
+    local_begin: int | None = None
+    local_sinks: int = 0
+
+
+def query_array(shape: LayerShape, queries: Any) -> npt.NDArray[Any]:
+    """The queries [positions, q_heads, head_dim] of one or more positions, checked."""
+    found = _checked(queries, shape.dtype, "queries", (shape.q_heads, shape.head_dim))
+    if len(found) == 0:
+        raise ValueError("queries has no position")
+    return found
+
+
+def encode_query(
+    shape: LayerShape, layer: int, position: int, queries: npt.NDArray[Any], settings: QuerySettings
+) -> cache_pb2.Query:
+    """As a message. `position` is that of the first query."""
+    return cache_pb2.Query(
+        layer=layer,
+        position=position,
+        queries=_encode_tensor(queries, shape.dtype),
+        selection=encode_selection(settings.selection),
+        local_begin=settings.local_begin,
+        local_sinks=settings.local_sinks,
+    )
+
+
+def encode_answer_options(settings: QuerySettings, known_code_generation: int) -> cache_pb2.AnswerOptions:
+    """As a message."""
+    return cache_pb2.AnswerOptions(
+        mode=enum_value(cache_pb2.AnswerMode, "ANSWER_MODE_", settings.answer, "answer"),
+        row_format=enum_value(tensor_pb2.RowFormat, "ROW_FORMAT_", settings.row_format, "row_format"),
+        known_code_generation=known_code_generation,
+    )
+
+
+class Decoders:
+    """The row decoders of a session, by layer and code generation, from the codecs that answers bring."""
+
+    def __init__(self) -> None:
+        self._decoders: dict[tuple[int, int], RowDecoder] = {}
+
+    def known_generation(self, layer: int) -> int:
+        """AnswerOptions.known_code_generation."""
+        return 1 if (layer, 1) in self._decoders else 0
+
+    def find(self, layer: int, message: cache_pb2.Answer, shape: LayerShape) -> RowDecoder:
+        """The decoder of an answer's rows. ProtocolError: its codec is neither there nor known, or does not fit."""
+        key = (layer, message.code_generation)
+        if message.HasField("codec") and key not in self._decoders:
+            try:
+                self._decoders[key] = RowDecoder(message.codec, shape)
+            except ValueError as error:
+                raise ProtocolError("INTERNAL", f"answer.{error}") from error
+        if key not in self._decoders:
+            raise ProtocolError("INTERNAL", f"the answer has no codec for code generation {key[1]}")
+        return self._decoders[key]
+
+
+_ROW_DTYPES: dict[str, str] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+
+
+def decode_answer(message: cache_pb2.Answer, layer: int, shape: LayerShape, decoders: Decoders) -> Answer:
+    """ProtocolError: sizes that do not fit each other or the layer."""
+    used = decode_selection(message.used)
+    sets, set_heads = shape.kv_heads, shape.group_heads
+    if used.reduction == "per_head":
+        sets, set_heads = shape.q_heads, 1
+    counts = np.array(message.counts, np.uint32)
+    if len(counts) % sets:
+        raise ProtocolError("INTERNAL", f"answer.counts has {len(counts)} numbers; a multiple of {sets} is expected")
+    counts = counts.reshape(-1, sets)
+    rows = int(counts.sum(dtype=np.int64))
+    ids = _array(message.ids, "<u4", (rows,), "ids")
+    scores = None
+    if message.scores or rows == 0:
+        scores = Sets(counts, _array(message.scores, "<f4", (rows * set_heads,), "scores"), set_heads)
+    keys = values = None
+    row_format: RowFormat | None = None
+    if message.keys or message.values:
+        row_format = cast("RowFormat", enum_name(tensor_pb2.RowFormat, "ROW_FORMAT_", message.row_format))
+        heads = np.repeat(np.tile(np.arange(sets) * set_heads // shape.group_heads, len(counts)), counts.ravel())
+        keys, values = (Sets(counts, flat) for flat in _decode_rows(message, layer, shape, decoders, heads))
+    return Answer(
+        counts=counts,
+        ids=Sets(counts, ids),
+        scores=scores,
+        keys=keys,
+        values=values,
+        row_format=row_format,
+        used=used,
+        source=cast("Source", enum_name(session_pb2.Source, "SOURCE_", message.source)),
+        length=message.length,
+        indexed_length=message.indexed_length,
+        bytes_read=message.bytes_read,
+        always_tokens=message.always_tokens,
+        code_generation=message.code_generation,
+    )
+
+
+def _decode_rows(
+    message: cache_pb2.Answer, layer: int, shape: LayerShape, decoders: Decoders, heads: npt.NDArray[np.intp]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """Keys and values of an answer; `heads` [N] is the KV head of each row."""
+    rows = len(heads)
+    if message.row_format != tensor_pb2.ROW_FORMAT_STORAGE:
+        dtype = STORAGE[_ROW_DTYPES[enum_name(tensor_pb2.RowFormat, "ROW_FORMAT_", message.row_format)]]
+        return (
+            _array(message.keys, dtype, (rows, shape.head_dim), "keys"),
+            _array(message.values, dtype, (rows, shape.value_dim), "values"),
+        )
+    decoder = decoders.find(layer, message, shape)
+    key_rows = _array(message.keys, "u1", (rows, decoder.key_row_bytes), "keys")
+    value_rows = _array(message.values, "u1", (rows, decoder.value_row_bytes), "values")
+    return decoder.keys(key_rows, heads), decoder.values(value_rows)
+
+
+def _array(data: bytes, dtype: npt.DTypeLike, shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
+    expected = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if len(data) != expected:
+        raise ProtocolError("INTERNAL", f"answer.{name} has {len(data)} bytes; {expected} are expected")
+    return np.frombuffer(data, dtype).reshape(shape)
