@@ -11,6 +11,7 @@ Arrays are packed and unpacked on the event loop: a few milliseconds for a messa
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
@@ -233,10 +234,9 @@ class DecodeStream:
         if self._ended is not None:
             raise self._ended
         request = await self._runner.run(self._core.prepare([steps] if isinstance(steps, Step) else steps))
-        try:
+        # Where the stream has ended, receive says how.
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
             await self._call.write(request)
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise await self._end(error) from None
 
     async def receive(self) -> list[StepResult]:
         """As ctkvr.DecodeStream.receive."""
@@ -245,11 +245,20 @@ class DecodeStream:
         self._core.check_receivable()
         try:
             reply = await self._call.read()
-        except (grpc.RpcError, asyncio.InvalidStateError) as error:
-            raise await self._end(error) from None
+        except grpc.RpcError as error:
+            raise self._end(from_rpc(error)) from None
+        except asyncio.InvalidStateError:  # the end was read by somebody else
+            reply = grpc.aio.EOF
         if reply is grpc.aio.EOF:
-            raise await self._end(None)
+            raise self._end(await self._status())
         return self._core.take(reply)
+
+    async def _status(self) -> CtkvrError | None:
+        """How the stream ended, once it has; None: well."""
+        code = await self._call.code()
+        if code is grpc.StatusCode.OK:
+            return None
+        return from_rpc(grpc.aio.AioRpcError(code, (), await self._call.trailing_metadata(), await self._call.details()))
 
     async def step(self, layer: int, keys: Any = None, values: Any = None, queries: Any = None) -> StepResult:
         """As ctkvr.DecodeStream.step."""
@@ -258,8 +267,8 @@ class DecodeStream:
         await self.send(Step(layer, keys, values, queries))
         return (await self.receive())[0]
 
-    async def _end(self, error: Exception | None) -> CtkvrError:
-        self._ended = self._core.end(from_rpc(error) if isinstance(error, grpc.RpcError) else None)
+    def _end(self, error: CtkvrError | None) -> CtkvrError:
+        self._ended = self._core.end(error)
         return self._ended
 
     async def close(self) -> None:
@@ -277,7 +286,7 @@ class DecodeStream:
         """As ctkvr.DecodeStream.cancel."""
         self._call.cancel()
         if self._ended is None:
-            self._ended = self._core.end(None)
+            self._end(None)
 
     async def __aenter__(self) -> DecodeStream:
         return self

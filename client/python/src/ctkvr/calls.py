@@ -83,7 +83,7 @@ class Connection:
         while True:
             attempts += 1
             try:
-                return (yield Unary(method, request, max(deadline - time.monotonic(), 0.0)))
+                return (yield Unary(method, request, _left(deadline)))
             except CtkvrError as error:
                 error.attempts = attempts
                 delay = self.retry.delay(error, attempts, repeatable)
@@ -351,7 +351,7 @@ class SessionCore:
         while True:
             attempts += 1
             requests = self._append_requests(chunk, first_position, begin, step, report)
-            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            left = None if deadline is None else _left(deadline)
             try:
                 reply = yield from self.explained(_upload("AppendStream", requests, left))
                 self.check_header(reply.header)
@@ -486,6 +486,11 @@ class SessionCore:
             yield from self.close()
         except SessionLost:
             self.closed = True
+
+
+def _left(deadline: float) -> float:
+    """Seconds; gRPC takes 0 for no limit."""
+    return max(deadline - time.monotonic(), 1e-6)
 
 
 def _upload(method: str, requests: Iterator[Message], timeout: float | None) -> Operation[Any]:

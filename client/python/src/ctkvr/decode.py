@@ -42,7 +42,7 @@ class StepResult:
     """What became of a step."""
 
     layer: int
-    length: int  # tokens the layer holds; 0 where the step appended nothing
+    length: int  # tokens the layer holds now; 0 where there is an error
     repeated: bool  # the tokens were held already
     error: CtkvrError | None  # of the append, or else of the retrieval
     found: Answer | None

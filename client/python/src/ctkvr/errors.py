@@ -47,6 +47,8 @@ REASON_EPOCH_MISMATCH = "EPOCH_MISMATCH"
 REASON_DRAINING = "DRAINING"
 
 _DETAILS_KEY = "grpc-status-details-bin"
+# What grpc.aio says where it finds a stream ended while it writes, before it has read how.
+_BROKEN_WRITE = "Internal error from Core"
 
 
 class CtkvrError(Exception):
@@ -290,6 +292,8 @@ def from_item_status(code: int, message: str, reason: str, metadata: Mapping[str
 def from_rpc(error: grpc.RpcError) -> CtkvrError:
     """The error of a failed call, with the details of google.rpc.Status where it carries them."""
     code, message = error.code().name, error.details() or ""
+    if code == "INTERNAL" and message == _BROKEN_WRITE:
+        return Unavailable("UNAVAILABLE", "the connection broke while a message was written")
     info = error_details_pb2.ErrorInfo()
     retry_after = None
     for detail in _details_of(error):
