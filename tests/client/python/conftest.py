@@ -9,13 +9,13 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import ctkvr
 import numpy as np
 import numpy.typing as npt
 import pytest
+
 from server import Server
 from twins import Connect, connector
-
-import ctkvr
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, TOKEN_LIMIT = 2, 4, 2, 32, 16, 4096
 GEOMETRY: dict[str, Any] = {

@@ -4,19 +4,19 @@
 from __future__ import annotations
 
 import re
+import types
 from dataclasses import fields
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from typing import get_args
 
-import pytest
-from google.protobuf import descriptor_pb2
-from grpc_tools import protoc
-
 import ctkvr
+import pytest
 from ctkvr import answer, errors
 from ctkvr.v1 import cache_pb2, session_pb2, tensor_pb2
+from google.protobuf import descriptor, descriptor_pb2
+from grpc_tools import protoc
 
 ROOT = Path(__file__).parents[3]
 # Not served yet, so without a method here.
@@ -34,13 +34,13 @@ def without_json_names(file: descriptor_pb2.FileDescriptorProto) -> descriptor_p
 
 
 @pytest.mark.parametrize("module", [cache_pb2, session_pb2, tensor_pb2], ids=lambda module: module.__name__)
-def test_the_installed_messages_are_those_of_the_repository(module: type[cache_pb2.Answer], tmp_path: Path) -> None:
-    name = module.DESCRIPTOR.name
+def test_the_installed_messages_are_those_of_the_repository(module: types.ModuleType, tmp_path: Path) -> None:
+    file: descriptor.FileDescriptor = module.DESCRIPTOR
     out = tmp_path / "set"
     command = ["protoc", f"-I{ROOT / 'proto'}", f"-I{files('grpc_tools') / '_proto'}", f"--descriptor_set_out={out}"]
-    assert protoc.main([*command, name]) == 0
+    assert protoc.main([*command, file.name]) == 0
     (wanted,) = descriptor_pb2.FileDescriptorSet.FromString(out.read_bytes()).file
-    installed = descriptor_pb2.FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
+    installed = descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
     assert installed == without_json_names(wanted)
 
 

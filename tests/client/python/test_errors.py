@@ -8,19 +8,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import ctkvr
 import numpy as np
 import pytest
-from conftest import GEOMETRY, HEAD_DIM, KV_HEADS, Tokens
-from proxy import Proxy
-from server import Server
-from twins import Connect
-
-import ctkvr
 from ctkvr import errors
 from ctkvr.channel import METHODS
 from ctkvr.client import Client
 from ctkvr.codec import Chunk
 from ctkvr.v1 import cache_pb2, session_pb2
+
+from conftest import GEOMETRY, HEAD_DIM, KV_HEADS, Tokens
+from proxy import Proxy
+from server import Server
+from twins import Connect
 
 ONCE = ctkvr.RetryOptions(attempts_max=1)
 
@@ -57,9 +57,7 @@ def test_positions(session: Any, tokens: Tokens) -> None:
 def test_the_token_limit(client: Any, tokens: Tokens) -> None:
     with client.open_session(**{**GEOMETRY, "token_limit": 10}) as session:
         session.append(0, tokens.keys[:10], tokens.values[:10])
-        error = expect(
-            errors.TokenLimit, "TOKEN_LIMIT", lambda: session.append(0, tokens.keys[:1], tokens.values[:1])
-        )
+        error = expect(errors.TokenLimit, "TOKEN_LIMIT", lambda: session.append(0, tokens.keys[:1], tokens.values[:1]))
         assert error.metadata == {"token_limit": "10"}
 
 
@@ -99,9 +97,7 @@ def test_queries_before_the_index(client: Any, tokens: Tokens) -> None:
     ) as session:
         session.append(0, tokens.keys, tokens.values, tokens.queries[-8:])
         (indexed, _) = session.maintain([0])
-        error = expect(
-            errors.BeforeIndex, "BEFORE_INDEX", lambda: session.retrieve(0, tokens.queries[0], indexed - 2)
-        )
+        error = expect(errors.BeforeIndex, "BEFORE_INDEX", lambda: session.retrieve(0, tokens.queries[0], indexed - 2))
         assert error.metadata == {"indexed_length": str(indexed)}
         assert session.retrieve(0, tokens.queries[0], indexed - 2, source="exact").source == "exact"
 
@@ -184,9 +180,13 @@ def test_a_server_that_drains(connect: Connect, tokens: Tokens) -> None:
         stream = session.decode()
         server.drain()
         server.await_event("draining")
-        expect(errors.Draining, "DRAINING", lambda: client.open_session(**GEOMETRY))
-        stream.send(ctkvr.Step(1, tokens.keys[:1], tokens.values[:1]))
-        expect(errors.Draining, "DRAINING", stream.receive)
+        with pytest.raises(errors.Draining) as raised:
+            while True:  # the line is logged a moment earlier
+                client.open_session(**{**GEOMETRY, "token_limit": 64}).close()
+        assert raised.value.reason == "DRAINING"
+        with pytest.raises(errors.Unavailable):
+            while True:  # what the server had read when it began to drain, it answers
+                stream.step(1, tokens.keys[:1], tokens.values[:1])
         requests.put(None)
         worker.join()
         assert server.stop() == 0

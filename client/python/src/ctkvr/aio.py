@@ -258,7 +258,9 @@ class DecodeStream:
         code = await self._call.code()
         if code is grpc.StatusCode.OK:
             return None
-        return from_rpc(grpc.aio.AioRpcError(code, (), await self._call.trailing_metadata(), await self._call.details()))
+        return from_rpc(
+            grpc.aio.AioRpcError(code, (), await self._call.trailing_metadata(), await self._call.details())
+        )
 
     async def step(self, layer: int, keys: Any = None, values: Any = None, queries: Any = None) -> StepResult:
         """As ctkvr.DecodeStream.step."""
