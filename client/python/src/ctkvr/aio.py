@@ -31,6 +31,8 @@ from ctkvr.session import SessionHandle
 
 __all__ = ["Client", "DecodeStream", "Session", "connect"]
 
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # not in its stubs
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -248,8 +250,8 @@ class DecodeStream:
         except grpc.RpcError as error:
             raise self._end(from_rpc(error)) from None
         except asyncio.InvalidStateError:  # the end was read by somebody else
-            reply = grpc.aio.EOF
-        if reply is grpc.aio.EOF:
+            reply = _EOF
+        if reply is _EOF:
             raise self._end(await self._status())
         return self._core.take(reply)
 
@@ -258,9 +260,8 @@ class DecodeStream:
         code = await self._call.code()
         if code is grpc.StatusCode.OK:
             return None
-        return from_rpc(
-            grpc.aio.AioRpcError(code, (), await self._call.trailing_metadata(), await self._call.details())
-        )
+        trailing, details = await self._call.trailing_metadata(), await self._call.details()
+        return from_rpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
 
     async def step(self, layer: int, keys: Any = None, values: Any = None, queries: Any = None) -> StepResult:
         """As ctkvr.DecodeStream.step."""

@@ -277,7 +277,7 @@ class SessionCore:
     def next_position(self, layer: int) -> Operation[int]:
         """Tokens the layer holds: as known, or else as the server says."""
         if layer not in self._lengths:
-            yield from self.info()
+            self._lengths[layer] = (yield from self.info()).layers[layer].length
         return self._lengths[layer]
 
     def set_length(self, layer: int, length: int | None) -> None:
@@ -454,8 +454,6 @@ class SessionCore:
     def info(self, *, timeout: float | None = None) -> Operation[session_pb2.SessionInfo]:
         """Options as resolved, lengths and memory: as of now."""
         reply = yield from self._call("GetSession", cache_pb2.GetSessionRequest(session=self.ref), timeout)
-        for layer in reply.session.layers:
-            self.set_length(layer.layer, layer.length)
         session: session_pb2.SessionInfo = reply.session
         return session
 
