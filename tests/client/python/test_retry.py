@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ctkvr import RetryOptions, errors
+from ctkvr import RetryOptions, Selection, Step, errors
 from ctkvr.calls import ClientCore, Connection, Effect, Operation, SessionCore, Sleep, Unary, Upload
+from ctkvr.codec import QuerySettings
+from ctkvr.decode import DecodeCore
 from ctkvr.errors import CtkvrError, make_error
+from ctkvr.session import SessionHandle
 from ctkvr.v1 import cache_pb2
 
 from conftest import GEOMETRY, HEAD_DIM, KV_HEADS, VALUE_DIM
@@ -208,6 +211,17 @@ def positions(requests: list[cache_pb2.AppendRequest]) -> list[tuple[int, int]]:
     return [(request.chunk.first_position, request.chunk.keys.dims[0]) for request in requests]
 
 
+def test_no_message_is_over_the_servers_limit() -> None:
+    session = make_session()
+    limit = 1 << 16
+    session.connection.info = cache_pb2.GetServerInfoReply(limits=cache_pb2.ServerLimits(message_bytes_max=limit))
+    session.ref.session_id, session.ref.fingerprint = "i" * 128, b"f" * 256
+    driver = Driver(session.append(0, *arrays(1000)), streamed(1000))
+    (requests,) = driver.requests
+    assert sum(request.chunk.keys.dims[0] for request in requests) == 1000
+    assert limit - 2048 < max(request.ByteSize() for request in requests) <= limit
+
+
 @pytest.mark.parametrize(
     ("held", "again"),
     [
@@ -248,3 +262,49 @@ def test_a_stream_that_the_server_refuses_is_not_taken_up_again() -> None:
     driver = Driver(session.append(0, *arrays(2)), got(3), appended)
     assert driver.calls == ["GetSession", "Append"]
     assert driver.requests[1].chunk.first_position == 3
+
+
+# ---- Decode ----------------------------------------------------------------------------------------------------------
+
+
+def decode_reply(**fields: Any) -> cache_pb2.DecodeReply:
+    return cache_pb2.DecodeReply(**{"header": HEADER, "sequence": 1, "items": [cache_pb2.DecodeReplyItem()], **fields})
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (decode_reply(sequence=2), errors.ProtocolError),
+        (decode_reply(items=[]), errors.ProtocolError),
+        (decode_reply(header=cache_pb2.ReplyHeader(boot_id=78)), errors.SessionLost),
+    ],
+)
+def test_replies_out_of_order_or_of_another_boot_are_never_taken(
+    reply: cache_pb2.DecodeReply, kind: type[CtkvrError]
+) -> None:
+    settings = QuerySettings(Selection(), "ids", "f16")
+    for taken, error in ((decode_reply(), None), (reply, kind)):
+        core = DecodeCore(make_session(), settings, 8)
+        request = Driver(core.prepare([Step(0, *arrays(1))])).result
+        assert request.sequence == 1
+        if error is None:
+            assert core.take(taken)[0].error is None
+        else:
+            with pytest.raises(error):
+                core.take(taken)
+
+
+def test_a_stream_keeps_to_one_boot_and_a_failed_look_counts_on_nothing() -> None:
+    settings = QuerySettings(Selection(), "ids", "f16")
+    session = make_session(7, attempts_max=1)
+    other = SessionCore(session.connection, opened(), b"")
+    other.boot_id = 78
+    core = DecodeCore(session, settings, 8)
+    steps = [Step(0, *arrays(1)), Step(0, *arrays(1), session=SessionHandle(other))]
+    with pytest.raises(ValueError, match="of one boot of the server"):
+        Driver(core.prepare(steps))
+    other.boot_id = BOOT_ID
+    other.set_length(0, None)
+    assert isinstance(Driver(core.prepare(steps), UNAVAILABLE).error, errors.Unavailable)
+    assert core.in_flight == 0
+    assert Driver(session.next_position(0), got(7)).result == 7  # asked, not counted

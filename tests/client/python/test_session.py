@@ -145,6 +145,7 @@ def test_info_maintain_and_truncate_move_what_they_say(client: Any, tokens: Toke
         assert session.truncate(500) == [200] * LAYERS
         assert session.append(0, tokens.keys[:1], tokens.values[:1]).length == 501
         assert session.info().layers[1].length == 500
+        assert session.append(1, tokens.keys[:2], tokens.values[:2]).length == 502
 
 
 # ---- Append ----------------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ctkvr.answer import AnswerMode, RowFormat, Selection, Source
 from ctkvr.calls import ClientCore, Connection, Operation, SessionCore
 from ctkvr.channel import CHANNEL_OPTIONS, METHODS
 from ctkvr.decode import DecodeCore, Step, StepResult
-from ctkvr.errors import CtkvrError, from_rpc
+from ctkvr.errors import CtkvrError, from_rpc, make_error
 from ctkvr.retry import RetryOptions
 from ctkvr.session import SessionHandle
 
@@ -289,7 +289,7 @@ class DecodeStream:
         """As ctkvr.DecodeStream.cancel."""
         self._call.cancel()
         if self._ended is None:
-            self._end(None)
+            self._end(make_error("CANCELLED", "the stream was closed on this side"))
 
     async def __aenter__(self) -> DecodeStream:
         return self

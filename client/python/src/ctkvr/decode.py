@@ -176,7 +176,7 @@ class DecodeCore:
 
     def _result(self, item: _Item, reply: cache_pb2.DecodeReplyItem) -> StepResult:
         layer = item.step.layer
-        status = reply.append_status if reply.append_status.code else reply.status
+        status = reply.status  # of the append, where that failed
         if status.code:
             error = from_item_status(status.code, status.message, status.reason, status.metadata)
             # What was counted on when later steps were sent may not have come true.
