@@ -20,11 +20,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import grpc
 import grpc.aio
 
-from ctkvr import calls, codec
-from ctkvr.answer import AnswerMode, RowFormat, Selection, Source
+from ctkvr import calls
 from ctkvr.calls import ClientCore, Connection, Operation, SessionCore
 from ctkvr.channel import CHANNEL_OPTIONS, METHODS
-from ctkvr.decode import DecodeCore, Step, StepResult
+from ctkvr.decode import DecodeCore, Step, StepResult, open_stream
 from ctkvr.errors import CtkvrError, from_rpc, make_error
 from ctkvr.retry import RetryOptions
 from ctkvr.session import SessionHandle
@@ -101,6 +100,16 @@ def _session_call(
     return call
 
 
+def _stream_maker(
+    method: Callable[Concatenate[ClientCore | SessionCore, P], DecodeCore],
+) -> Callable[Concatenate[Client | Session, P], DecodeStream]:
+    @functools.wraps(method)
+    def call(self: Client | Session, /, *args: P.args, **kwargs: P.kwargs) -> DecodeStream:
+        return DecodeStream(method(self.core, *args, **kwargs), self.runner)
+
+    return call
+
+
 async def connect(
     address: str,
     *,
@@ -136,21 +145,7 @@ class Client:
     list_sessions = _client_call(ClientCore.list_sessions)
     open_session = _session_maker(ClientCore.open_session)
     attach_session = _session_maker(ClientCore.attach_session)
-
-    def decode(
-        self,
-        *,
-        k: int | None = None,
-        source: Source | None = None,
-        answer: AnswerMode = "rows",
-        row_format: RowFormat = "f16",
-        selection: Selection | None = None,
-        in_flight_max: int = 64,
-        timeout: float | None = None,
-    ) -> DecodeStream:
-        """As ctkvr.Client.decode."""
-        settings = codec.QuerySettings(codec.merge_selection(selection, k, source), answer, row_format)
-        return DecodeStream(DecodeCore(None, settings, in_flight_max), self.runner, timeout)
+    decode = _stream_maker(open_stream)
 
     async def close(self) -> None:
         """Ends the connection; calls that run are cancelled."""
@@ -180,21 +175,7 @@ class Session(SessionHandle):
     info = _session_call(SessionCore.info)
     keep_alive = _session_call(SessionCore.keep_alive)
     close = _session_call(SessionCore.close)
-
-    def decode(
-        self,
-        *,
-        k: int | None = None,
-        source: Source | None = None,
-        answer: AnswerMode = "rows",
-        row_format: RowFormat = "f16",
-        selection: Selection | None = None,
-        in_flight_max: int = 64,
-        timeout: float | None = None,
-    ) -> DecodeStream:
-        """As ctkvr.Session.decode."""
-        settings = codec.QuerySettings(codec.merge_selection(selection, k, source), answer, row_format)
-        return DecodeStream(DecodeCore(self.core, settings, in_flight_max), self.runner, timeout)
+    decode = _stream_maker(open_stream)
 
     async def __aenter__(self) -> Session:
         return self
@@ -212,13 +193,13 @@ class Session(SessionHandle):
 class DecodeStream:
     """As ctkvr.DecodeStream. One task may send while another receives."""
 
-    def __init__(self, core: DecodeCore, runner: Runner, timeout: float | None) -> None:
+    def __init__(self, core: DecodeCore, runner: Runner) -> None:
         """Use decode() of a session or client."""
         self._core = core
         self._runner = runner
         method = METHODS["Decode"]
         stream: Any = runner.channel.stream_stream(method.path, method.serialize, method.deserialize)
-        self._call = stream(timeout=timeout)
+        self._call = stream(timeout=core.timeout)
         self._ended: CtkvrError | None = None
 
     @property

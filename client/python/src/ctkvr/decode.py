@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ctkvr import codec
-from ctkvr.answer import Answer
-from ctkvr.calls import Operation, SessionCore
+from ctkvr.answer import Answer, AnswerMode, RowFormat, Selection, Source
+from ctkvr.calls import ClientCore, Operation, SessionCore
 from ctkvr.errors import CtkvrError, ProtocolError, Unavailable, from_item_status, server_restarted
 from ctkvr.v1 import cache_pb2
 
@@ -75,7 +75,14 @@ class _Checked:
 class DecodeCore:
     """Numbers messages, fills in positions, and matches replies. One thread may send while another receives."""
 
-    def __init__(self, session: SessionCore | None, settings: codec.QuerySettings, in_flight_max: int) -> None:
+    def __init__(
+        self,
+        session: SessionCore | None,
+        settings: codec.QuerySettings,
+        in_flight_max: int,
+        timeout: float | None = None,
+    ) -> None:
+        self.timeout = timeout
         self._session = session
         self._settings = settings
         self._in_flight_max = in_flight_max
@@ -198,3 +205,23 @@ class DecodeCore:
         """RuntimeError: nothing is in flight."""
         if not self._pending:
             raise RuntimeError("nothing is in flight; send first")
+
+
+def open_stream(
+    owner: ClientCore | SessionCore,
+    *,
+    k: int | None = None,
+    source: Source | None = None,
+    answer: AnswerMode = "rows",
+    row_format: RowFormat = "f16",
+    selection: Selection | None = None,
+    in_flight_max: int = 64,
+    timeout: float | None = None,
+) -> DecodeCore:
+    """A stream for steps: of this session, or of the sessions of this client that each Step names.
+
+    The settings are those of retrieve(), for every step. in_flight_max bounds the messages sent and not received.
+    timeout: of the stream's whole life; none by default.
+    """
+    settings = codec.QuerySettings(codec.merge_selection(selection, k, source), answer, row_format)
+    return DecodeCore(owner if isinstance(owner, SessionCore) else None, settings, in_flight_max, timeout)
