@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from importlib.metadata import distribution
 from pathlib import Path
@@ -29,8 +29,7 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 def test_an_sdist_builds_the_same_wheel(tmp_path: Path) -> None:
     sdist = build("sdist", tmp_path / "sdist")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
+    shutil.unpack_archive(sdist, tmp_path)
     apart = build("wheel", tmp_path / "apart", tmp_path / sdist.name.removesuffix(".tar.gz"))
     here = build("wheel", tmp_path / "here")
     assert contents(apart) == contents(here)
