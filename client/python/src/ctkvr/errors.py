@@ -153,6 +153,12 @@ class RowOverflow(CtkvrError):
     hint = 'ask with row_format="f32", "bf16" or "storage"'
 
 
+class CacheTooSmall(CtkvrError):
+    """The session's row cache has fewer slots than an answer with new rows may need."""
+
+    hint = 'open the session with more cache_slots, or ask for answer="rows"'
+
+
 class NoRoom(CtkvrError):
     """The server cannot admit another session of this size: memory or the number of sessions."""
 
@@ -227,6 +233,7 @@ class ProtocolError(CtkvrError):
 
 _BY_REASON: dict[str, type[CtkvrError]] = {
     "ARENA_FULL": NoRoom,
+    "HOST_MEMORY_FULL": NoRoom,
     "SESSION_LIMIT": NoRoom,
     "QUEUE_FULL": QueueFull,
     "WRONG_POSITION": WrongPosition,
@@ -243,6 +250,7 @@ _BY_REASON: dict[str, type[CtkvrError]] = {
     "BEFORE_INDEX": BeforeIndex,
     "SHORTER_LAYER": ShorterLayer,
     "ROW_OVERFLOW": RowOverflow,
+    "CACHE_TOO_SMALL": CacheTooSmall,
 }
 
 _BY_CODE: dict[str, type[CtkvrError]] = {
