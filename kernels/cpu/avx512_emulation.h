@@ -63,6 +63,10 @@ template <typename Vector256, typename Vector>
 [[maybe_unused]] inline __m512i EmulatedCvttpsEpi32(__m512 x) {
   return JoinHalves<__m512i>(_mm256_cvttps_epi32(HalfOf<__m256>(x, 0)), _mm256_cvttps_epi32(HalfOf<__m256>(x, 1)));
 }
+[[maybe_unused]] inline __m512i EmulatedFloorEpi32(__m512 x) {
+  return JoinHalves<__m512i>(_mm256_cvtps_epi32(_mm256_floor_ps(HalfOf<__m256>(x, 0))),
+                             _mm256_cvtps_epi32(_mm256_floor_ps(HalfOf<__m256>(x, 1))));
+}
 [[maybe_unused]] inline __m512 EmulatedCvtepi32Ps(__m512i x) {
   return JoinHalves<__m512>(_mm256_cvtepi32_ps(HalfOf<__m256i>(x, 0)), _mm256_cvtepi32_ps(HalfOf<__m256i>(x, 1)));
 }
@@ -110,6 +114,17 @@ template <typename T, typename Vector, typename Mask>
   for (size_t i = 0; i < from.kCount; ++i) {
     if (mask >> i & 1) std::memcpy(static_cast<std::byte*>(to) + i * sizeof(T), &from.at[i], sizeof(T));
   }
+}
+// Lanes that are infinite or not a number, and the subnormal ones where `classes` has that bit.
+[[maybe_unused]] inline uint16_t EmulatedFpclassPs(__m512 x, int classes) {
+  Lanes<uint32_t, __m512> from(x);
+  uint16_t mask = 0;
+  for (size_t i = 0; i < 16; ++i) {
+    const uint32_t magnitude = from.at[i] & 0x7fffffffu;
+    const bool subnormal = magnitude > 0 && magnitude < 0x00800000u;
+    mask |= static_cast<uint16_t>((magnitude >= 0x7f800000u || ((classes & 0x20) != 0 && subnormal)) << i);
+  }
+  return mask;
 }
 [[maybe_unused]] inline __m512 EmulatedPermutePs(__m512 x, unsigned control) {
   Lanes<float, __m512> from(x), to;
@@ -171,6 +186,8 @@ template <typename T, typename Vector, typename Mask>
 #define _mm512_cvtps_ph(x, rounding) EmulatedCvtpsPh(x)  // every use rounds to nearest
 #undef _mm512_cvtps_epi32
 #define _mm512_cvtps_epi32(x) EmulatedCvtpsEpi32(x)
+#undef _mm512_cvt_roundps_epi32
+#define _mm512_cvt_roundps_epi32(x, rounding) EmulatedFloorEpi32(x)  // every use rounds down
 #undef _mm512_cvttps_epi32
 #define _mm512_cvttps_epi32(x) EmulatedCvttpsEpi32(x)
 #undef _mm512_cvtepi32_ps
@@ -203,6 +220,8 @@ template <typename T, typename Vector, typename Mask>
 #define _mm256_mask_storeu_epi16(to, mask, x) EmulatedMaskStore<uint16_t, __m256i>(to, mask, x)
 #undef _mm_mask_storeu_epi8
 #define _mm_mask_storeu_epi8(to, mask, x) EmulatedMaskStore<uint8_t, __m128i>(to, mask, x)
+#undef _mm512_fpclass_ps_mask
+#define _mm512_fpclass_ps_mask(x, classes) EmulatedFpclassPs(x, classes)
 #undef _mm512_permute_ps
 #define _mm512_permute_ps(x, control) EmulatedPermutePs(x, control)
 #undef _mm512_shuffle_f32x4

@@ -13,9 +13,39 @@
 #include <cstdint>
 #include <span>
 
+#include "kernels/base/dtype.h"
 #include "kernels/formats.h"
 
 namespace ctkvr::cpu {
+
+// Consecutive keys of one page and where they go.
+struct KeyRun {
+  const std::byte* keys = nullptr;  // key t at keys + t * stride, [D] of dtype
+  size_t stride = 0;                // bytes
+  DType dtype = DType::kF32;
+  uint32_t tokens = 0;  // 1 to 64
+  uint32_t head_dim = 0;
+  uint32_t planes = 0;
+  uint32_t first_planes = 0;
+  const float* mean = nullptr;         // [D]
+  const float* signs = nullptr;        // [RotationRounds(D)][D]
+  std::byte* first = nullptr;          // [tokens][first_planes][D/8]
+  std::byte* rest = nullptr;           // [tokens][planes - first_planes][D/8]
+  std::byte* sketch_scales = nullptr;  // [tokens] binary16
+  std::byte* code_scales = nullptr;    // [tokens] binary16
+};
+
+// The same of values, coded in `bits` bits.
+struct ValueRun {
+  const std::byte* values = nullptr;
+  size_t stride = 0;
+  DType dtype = DType::kF32;
+  uint32_t tokens = 0;
+  uint32_t value_dim = 0;
+  uint32_t bits = 0;
+  std::byte* rows = nullptr;  // [tokens][row_bytes]
+  uint32_t row_bytes = 0;
+};
 
 // Loops over rows: rotation, coding, decoding. R is the number of query heads, D head_dim.
 struct RowKernels {
@@ -34,6 +64,10 @@ struct RowKernels {
   // One value row, as EncodeValueRow and DecodeValueRow of formats.h for 8 and 4 bits.
   int32_t (*encode_value)(const float* value, uint32_t value_dim, uint32_t bits, std::byte* row);
   void (*decode_value)(const std::byte* row, uint32_t value_dim, uint32_t bits, float* value);
+  // Many rows at once, to the same bytes. They return how many from the first on are done, and stop early before what
+  // they do not know: another dimension, an element that may not fit. The bytes of the rows left are unspecified.
+  uint32_t (*encode_keys)(const KeyRun& run);
+  uint32_t (*encode_values)(const ValueRun& run);
 };
 
 // Rows of float queries and of decoded keys are padded with zeros to a multiple of kFloatPad elements, rows of int8

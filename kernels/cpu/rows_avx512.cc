@@ -10,6 +10,8 @@
 
 #include "kernels/base/half_steps.h"
 #include "kernels/cpu/avx512.h"
+#include "kernels/cpu/encode_keys_avx512.h"
+#include "kernels/cpu/encode_values_avx512.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/rows_avx.h"
 
@@ -277,6 +279,8 @@ constexpr RowKernels kTable{
     .encode_key = EncodeKey,
     .encode_value = EncodeValue<CodeValueGroup>,
     .decode_value = DecodeValue,
+    .encode_keys = EncodeKeys,
+    .encode_values = EncodeValues,
 };
 
 }  // namespace

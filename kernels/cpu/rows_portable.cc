@@ -53,6 +53,8 @@ constexpr RowKernels kTable{
     .encode_key = EncodeKey,
     .encode_value = EncodeValue,
     .decode_value = DecodeValue,
+    .encode_keys = [](const KeyRun&) { return uint32_t{0}; },
+    .encode_values = [](const ValueRun&) { return uint32_t{0}; },
 };
 
 }  // namespace

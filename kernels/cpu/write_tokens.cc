@@ -57,6 +57,61 @@ int64_t WriteValue(const RowKernels& rows, const WriteTokensItem& item, uint32_t
   return rows.encode_value(value, layout.value_dim, ValueBits(layout.format), row);
 }
 
+// Tokens [begin, end) lie in one page. Both return the first bad element of the item, or -1.
+int64_t WritePageKeys(const RowKernels& rows, const WriteTokensItem& item, uint32_t begin, uint32_t end) {
+  const PageLayout& layout = item.view.layout;
+  const bool coded = !item.view.raw() && KeysAreCoded(layout.format);
+  std::byte* page = item.view.pages[(item.first_position + begin) / kPageTokens];
+  for (uint32_t token = begin; token < end;) {
+    if (coded) {
+      const size_t slot = (item.first_position + token) % kPageTokens;
+      const size_t first_bytes = size_t{layout.first_planes} * layout.plane_bytes;
+      const size_t rest_bytes = size_t{layout.planes - layout.first_planes} * layout.plane_bytes;
+      token += rows.encode_keys({.keys = item.keys + token * item.key_stride,
+                                 .stride = item.key_stride,
+                                 .dtype = item.dtype,
+                                 .tokens = end - token,
+                                 .head_dim = layout.head_dim,
+                                 .planes = layout.planes,
+                                 .first_planes = layout.first_planes,
+                                 .mean = item.view.mean,
+                                 .signs = item.view.signs,
+                                 .first = page + layout.first_planes_offset + slot * first_bytes,
+                                 .rest = page + layout.rest_planes_offset + slot * rest_bytes,
+                                 .sketch_scales = page + layout.sketch_scales_offset + slot * sizeof(uint16_t),
+                                 .code_scales = page + layout.code_scales_offset + slot * sizeof(uint16_t)});
+      if (token == end) break;
+    }
+    const int64_t dimension = WriteKey(rows, item, token);
+    if (dimension >= 0) return int64_t{token} * layout.head_dim + dimension;
+    ++token;
+  }
+  return -1;
+}
+
+int64_t WritePageValues(const RowKernels& rows, const WriteTokensItem& item, uint32_t begin, uint32_t end) {
+  const PageLayout& layout = item.view.layout;
+  std::byte* page = item.view.pages[(item.first_position + begin) / kPageTokens];
+  for (uint32_t token = begin; token < end;) {
+    if (KeysAreCoded(layout.format)) {
+      const size_t slot = (item.first_position + token) % kPageTokens;
+      token += rows.encode_values({.values = item.values + token * item.value_stride,
+                                   .stride = item.value_stride,
+                                   .dtype = item.dtype,
+                                   .tokens = end - token,
+                                   .value_dim = layout.value_dim,
+                                   .bits = ValueBits(layout.format),
+                                   .rows = page + layout.values_offset + slot * layout.value_row_bytes,
+                                   .row_bytes = layout.value_row_bytes});
+      if (token == end) break;
+    }
+    const int64_t dimension = WriteValue(rows, item, token);
+    if (dimension >= 0) return int64_t{token} * layout.value_dim + dimension;
+    ++token;
+  }
+  return -1;
+}
+
 }  // namespace
 
 void WriteTokens(const CpuKernels& kernels, const WriteTokensItem& item) {
@@ -67,14 +122,8 @@ void WriteTokens(const CpuKernels& kernels, const WriteTokensItem& item) {
   for (uint32_t begin = 0; begin < item.count;) {
     const uint32_t room = kPageTokens - (item.first_position + begin) % kPageTokens;
     const uint32_t end = begin + std::min(room, item.count - begin);
-    for (uint32_t token = begin; item.keys != nullptr && bad_key < 0 && token < end; ++token) {
-      const int64_t dimension = WriteKey(rows, item, token);
-      if (dimension >= 0) bad_key = int64_t{token} * item.view.layout.head_dim + dimension;
-    }
-    for (uint32_t token = begin; item.values != nullptr && bad_value < 0 && token < end; ++token) {
-      const int64_t dimension = WriteValue(rows, item, token);
-      if (dimension >= 0) bad_value = int64_t{token} * item.view.layout.value_dim + dimension;
-    }
+    if (item.keys != nullptr && bad_key < 0) bad_key = WritePageKeys(rows, item, begin, end);
+    if (item.values != nullptr && bad_value < 0) bad_value = WritePageValues(rows, item, begin, end);
     begin = end;
   }
   if (item.bad_key_element != nullptr) *item.bad_key_element = bad_key;

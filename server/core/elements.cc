@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "absl/strings/str_cat.h"
 #include "server/core/limits.h"
@@ -14,15 +15,16 @@ namespace ctkvr {
 namespace {
 
 // Magnitudes of floats order like their bits without the sign, infinities and NaN above all numbers. So the largest
-// bits of a block tell both its magnitude and whether it holds anything bad, in a loop of integers.
+// bits of a block tell both its magnitude and whether it holds anything bad, in a loop of integers: signed ones, whose
+// maximum every vector unit has.
 template <typename Bits>
 Bits LargestBits(const std::byte* elements, size_t count) {
-  constexpr Bits kMask = static_cast<Bits>(~Bits{0}) >> 1;
+  constexpr Bits kMask = std::numeric_limits<Bits>::max();
   Bits largest = 0;
   for (size_t i = 0; i < count; ++i) {
     Bits bits;
     std::memcpy(&bits, elements + i * sizeof(Bits), sizeof(Bits));
-    largest = std::max<Bits>(largest, bits & kMask);
+    largest = std::max<Bits>(largest, static_cast<Bits>(bits & kMask));
   }
   return largest;
 }
@@ -36,7 +38,9 @@ float ValueOf(uint32_t bits, DType dtype) {
 bool IsGood(float magnitude) { return static_cast<double>(magnitude) <= limits::kMagnitudeMax; }
 
 uint32_t LargestBitsOf(const std::byte* elements, size_t count, DType dtype) {
-  return dtype == DType::kF32 ? LargestBits<uint32_t>(elements, count) : LargestBits<uint16_t>(elements, count);
+  const int32_t largest =
+      dtype == DType::kF32 ? LargestBits<int32_t>(elements, count) : LargestBits<int16_t>(elements, count);
+  return static_cast<uint32_t>(largest);
 }
 
 }  // namespace

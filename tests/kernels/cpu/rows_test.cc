@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -222,6 +223,157 @@ TEST_P(RowsTest, ValuesThatCannotBeHeldAreNamedAlike) {
             EXPECT_EQ(row, expected) << dim << " " << at << " " << bad << " " << bits << " " << base;
           }
         }
+      }
+    }
+  }
+}
+
+// Rows at once are the reference's rows, whatever the first rows are: those a batch leaves to the row by row loop too.
+class RunsTest : public RowsTest {
+ protected:
+  // [tokens] rows of `dim`, `gap` elements apart, in the type that workers send.
+  void MakeRows(std::mt19937_64& random, DType dtype, uint32_t tokens, uint32_t dim) {
+    stride_ = (dim + random() % 3) * DTypeBytes(dtype);
+    sent_.assign(tokens * stride_ + 64, std::byte{0x55});
+    for (uint32_t t = 0; t < tokens; ++t) {
+      const std::vector<float> numbers = random() % 8 == 0 ? std::vector<float>(dim, 0.0f) : MixedNumbers(random, dim);
+      for (uint32_t i = 0; i < dim; ++i) StoreElement(sent_.data() + t * stride_, dtype, i, numbers[i]);
+    }
+  }
+  std::vector<float> RowAt(DType dtype, uint32_t token, uint32_t dim) const {
+    std::vector<float> row(dim);
+    for (uint32_t i = 0; i < dim; ++i) row[i] = LoadElement(sent_.data() + token * stride_, dtype, i);
+    return row;
+  }
+
+  size_t stride_ = 0;
+  std::vector<std::byte> sent_;
+};
+INSTANTIATE_TEST_SUITE_P(Tables, RunsTest, ::testing::ValuesIn(TablesPresent()),
+                         [](const auto& param) { return param.param; });
+
+TEST_P(RunsTest, KeysAreThoseOfTheReference) {
+  SCOPED_TRACE(testing::TestSeed());
+  std::mt19937_64 random = testing::MakeRandom(35);
+  uint32_t done_in_all = 0;
+  for (int round = 0; round < 120; ++round) {
+    const uint32_t dims[] = {64, 128, 256, 96};
+    const uint32_t dim = dims[random() % 4], planes = random() % 2 == 0 ? 8 : 6, first_planes = 1 + random() % 2;
+    const uint32_t tokens = 1 + random() % kPageTokens;
+    const DType dtype = std::array{DType::kF32, DType::kF16, DType::kBF16}[random() % 3];
+    SCOPED_TRACE(::testing::Message() << dim << " " << planes << " " << first_planes << " " << tokens << " "
+                                      << DTypeName(dtype));
+    MakeRows(random, dtype, tokens, dim);
+    // Equal to the first key in one round of four, so that zeros of both signs arise.
+    const std::vector<float> mean = random() % 4 == 0 ? RowAt(dtype, 0, dim) : MixedNumbers(random, dim);
+    const std::vector<float> signs = RotationSigns(dim, random());
+    const size_t plane_bytes = dim / 8, first_bytes = first_planes * plane_bytes;
+    const size_t rest_bytes = (planes - first_planes) * plane_bytes;
+    GuardedArray<std::byte> first(tokens * first_bytes), rest(tokens * rest_bytes);
+    GuardedArray<std::byte> sketch_scales(2 * tokens), code_scales(2 * tokens);
+    const uint32_t done = rows_->encode_keys({.keys = sent_.data(),
+                                              .stride = stride_,
+                                              .dtype = dtype,
+                                              .tokens = tokens,
+                                              .head_dim = dim,
+                                              .planes = planes,
+                                              .first_planes = first_planes,
+                                              .mean = mean.data(),
+                                              .signs = signs.data(),
+                                              .first = first.data(),
+                                              .rest = rest.data(),
+                                              .sketch_scales = sketch_scales.data(),
+                                              .code_scales = code_scales.data()});
+    ASSERT_LE(done, tokens);
+    done_in_all += done;
+    for (uint32_t t = 0; t < done; ++t) {
+      std::vector<float> x = RowAt(dtype, t, dim);
+      for (uint32_t i = 0; i < dim; ++i) x[i] -= mean[i];
+      Rotate(x.data(), dim, signs.data());
+      std::vector<std::byte> packed(first_bytes + rest_bytes), actual(packed.size());
+      uint16_t expected_scales[2], scales[2];
+      ASSERT_TRUE(reference_.encode_key(x.data(), dim, planes, first_planes, packed.data(), &expected_scales[0],
+                                        &expected_scales[1]));
+      std::memcpy(actual.data(), first.data() + t * first_bytes, first_bytes);
+      std::memcpy(actual.data() + first_bytes, rest.data() + t * rest_bytes, rest_bytes);
+      ASSERT_EQ(actual, packed) << t;
+      std::memcpy(&scales[0], code_scales.data() + 2 * t, 2);
+      std::memcpy(&scales[1], sketch_scales.data() + 2 * t, 2);
+      ASSERT_THAT(scales, ElementsAreArray(expected_scales)) << t;
+    }
+    EXPECT_TRUE(first.IsUntouchedFrom(first.size()) && rest.IsUntouchedFrom(rest.size()));
+    EXPECT_TRUE(sketch_scales.IsUntouchedFrom(2 * tokens) && code_scales.IsUntouchedFrom(2 * tokens));
+  }
+  EXPECT_TRUE(!GetParam().starts_with("avx512") || done_in_all > 500) << done_in_all;
+}
+
+TEST_P(RunsTest, ValuesAreThoseOfTheReference) {
+  SCOPED_TRACE(testing::TestSeed());
+  std::mt19937_64 random = testing::MakeRandom(36);
+  uint32_t done_in_all = 0;
+  for (int round = 0; round < 120; ++round) {
+    const uint32_t dims[] = {64, 128, 256, 96};
+    const uint32_t dim = dims[random() % 4], bits = random() % 2 == 0 ? 8 : 4;
+    const uint32_t tokens = 1 + random() % kPageTokens;
+    const DType dtype = std::array{DType::kF32, DType::kF16, DType::kBF16}[random() % 3];
+    SCOPED_TRACE(::testing::Message() << dim << " " << bits << " " << tokens << " " << DTypeName(dtype));
+    MakeRows(random, dtype, tokens, dim);
+    const uint32_t row_bytes = MakePageLayout(bits == 8 ? Format::kK8V8 : Format::kK8V4, 16, dim, 1).value_row_bytes;
+    GuardedArray<std::byte> coded(tokens * row_bytes);
+    const uint32_t done = rows_->encode_values({.values = sent_.data(),
+                                                .stride = stride_,
+                                                .dtype = dtype,
+                                                .tokens = tokens,
+                                                .value_dim = dim,
+                                                .bits = bits,
+                                                .rows = coded.data(),
+                                                .row_bytes = row_bytes});
+    ASSERT_LE(done, tokens);
+    done_in_all += done;
+    for (uint32_t t = 0; t < done; ++t) {
+      std::vector<std::byte> expected(row_bytes);
+      const std::vector<float> value = RowAt(dtype, t, dim);
+      ASSERT_EQ(reference_.encode_value(value.data(), dim, bits, expected.data()), -1);
+      ASSERT_THAT(coded.span().subspan(t * row_bytes, row_bytes), ElementsAreArray(expected)) << t;
+    }
+    EXPECT_TRUE(coded.IsUntouchedFrom(coded.size()));
+  }
+  EXPECT_TRUE(!GetParam().starts_with("avx512") || done_in_all > 2000) << done_in_all;
+}
+
+// One element at a time that a batch must not take: no token from it on is said to be done.
+TEST_P(RunsTest, RunsStopBeforeWhatCannotBeHeld) {
+  const float infinity = std::numeric_limits<float>::infinity();
+  const std::vector<float> mean(128, 0.0f), signs = RotationSigns(128, 3);
+  for (const float bad : {infinity, -infinity, std::nanf(""), 3e38f, -3e38f}) {
+    for (uint32_t token : {0u, 15u, 16u, 40u}) {
+      for (uint32_t at : {0u, 31u, 127u}) {
+        std::vector<float> rows(kPageTokens * 128, 1.0f);
+        rows[token * 128 + at] = bad;
+        std::vector<std::byte> out(kPageTokens * 256), scales(kPageTokens * 4);
+        EXPECT_LE(rows_->encode_keys({.keys = reinterpret_cast<const std::byte*>(rows.data()),
+                                      .stride = 512,
+                                      .tokens = kPageTokens,
+                                      .head_dim = 128,
+                                      .planes = 8,
+                                      .first_planes = 2,
+                                      .mean = mean.data(),
+                                      .signs = signs.data(),
+                                      .first = out.data(),
+                                      .rest = out.data() + kPageTokens * 32,
+                                      .sketch_scales = scales.data(),
+                                      .code_scales = scales.data() + 2 * kPageTokens}),
+                  token)
+            << bad << " " << at;
+        EXPECT_LE(rows_->encode_values({.values = reinterpret_cast<const std::byte*>(rows.data()),
+                                        .stride = 512,
+                                        .tokens = kPageTokens,
+                                        .value_dim = 128,
+                                        .bits = 4,
+                                        .rows = out.data(),
+                                        .row_bytes = 80}),
+                  token)
+            << bad << " " << at;
       }
     }
   }
