@@ -14,6 +14,7 @@
 #include <simde/x86/avx512.h>
 #include <simde/x86/f16c.h>
 #include <simde/x86/fma.h>
+#include <simde/x86/gfni.h>
 
 #include <cstddef>
 #include <cstdint>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The inner loops of the CPU backend, once for each instruction set: portable C++, AVX2 (with FMA and F16C), AVX-512
-// (F, BW, DQ, VL, VBMI, VNNI). A table is chosen once, when the backend is made. The operations around them
+// (F, BW, DQ, VL, VBMI, VNNI, with GFNI). A table is chosen once, when the backend is made. The operations around them
 // (cpu_ops.h) are the same for all.
 //
 // Thread-safe: pure functions. Pointers may be misaligned unless said otherwise; nothing is read or written outside the
@@ -123,6 +123,17 @@ struct DotsRun {
   size_t stride = 0;
 };
 
+// The same of coded keys as they are stored, each a vector of c[i] - 2^(b-1). All keys are of one shape.
+struct CodeDotsRun {
+  const CodedKey* keys = nullptr;  // [tokens]
+  const float* queries = nullptr;  // [heads, padded_dim]
+  uint32_t tokens = 0;
+  uint32_t heads = 0;  // few: every group of four reads the codes anew
+  uint32_t padded_dim = 0;
+  float* dots = nullptr;  // [heads, stride]
+  size_t stride = 0;
+};
+
 // Rows of values and their weights, one a head.
 struct WeightedRowsRun {
   const float* rows = nullptr;     // [tokens, padded_dim]
@@ -165,6 +176,8 @@ struct ScanKernels {
   // One float key [D] as float32 [PaddedFloats(D)].
   void (*decode_float)(const std::byte* key, DType dtype, uint32_t head_dim, float* decoded);
   void (*dots)(const DotsRun& run);
+  // False, and nothing written, where there is no such loop for the shape: then decode_coded and dots do the same.
+  bool (*code_dots)(const CodeDotsRun& run);
   // The largest of count >= 1 values.
   float (*max_of)(const float* values, size_t count);
   // sum_t exp(x(scores[t])), shift not used; terms [count] are those exponentials, or null.

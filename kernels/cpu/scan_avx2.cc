@@ -462,6 +462,7 @@ const ScanKernels& Avx2ScanKernels() {
       .decode_coded = DecodeCoded,
       .decode_float = DecodeFloat,
       .dots = Dots,
+      .code_dots = [](const CodeDotsRun&) { return false; },
       .max_of = MaxOf,
       .sum_exp = SumExp,
       .add_weighted = AddWeighted,

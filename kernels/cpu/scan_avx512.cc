@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ScanKernels with AVX-512 (F, BW, DQ, VL, VBMI, VNNI). The methods are those of scan_avx2.cc, a page a register; the
+// ScanKernels with AVX-512 (F, BW, DQ, VL, VBMI, VNNI) and GFNI. The methods are those of scan_avx2.cc, a page a register; the
 // planes of one key are used as masks.
 
 #include <cstring>
 
 #include "kernels/cpu/avx512.h"
+#include "kernels/cpu/codes_avx512.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/cpu/softmax_avx512.h"
 
@@ -192,6 +193,7 @@ __m512i CodesAt(const CodedKey& key, uint32_t planes, uint32_t dim) {
 }
 
 void RefineToken(const CodedKey& key, const RefineQuery& query, int32_t* sums) {
+  if (key.head_dim == kCodesDim) return RefineToken128(key, query, sums);
   const uint32_t padded = PaddedBytes(key.head_dim);
   __m512i codes[kDimMax / 64];
   for (uint32_t dim = 0; dim < padded; dim += 64) codes[dim / 64] = CodesAt(key, query.planes, dim);
@@ -236,15 +238,6 @@ void DecodeFloat(const std::byte* key, DType dtype, uint32_t head_dim, float* de
     }
     _mm512_storeu_ps(decoded + i, sixteen);
   }
-}
-
-// Sums of the lanes of four registers, in order.
-__m128 SumLanes(__m512 a, __m512 b, __m512 c, __m512 d) {
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const __m512 sums = _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(sums), _mm512_extractf32x8_ps(sums, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
 }
 
 // T tokens by H heads in registers, so that a load serves several products.
@@ -346,6 +339,7 @@ const ScanKernels& Avx512ScanKernels() {
       .decode_coded = DecodeCoded,
       .decode_float = DecodeFloat,
       .dots = Dots,
+      .code_dots = CodeDots,
       .max_of = MaxOf,
       .sum_exp = SumExp,
       .add_weighted = AddWeighted,

@@ -168,6 +168,7 @@ const ScanKernels& PortableScanKernels() {
       .decode_coded = DecodeCoded,
       .decode_float = DecodeFloat,
       .dots = Dots,
+      .code_dots = [](const CodeDotsRun&) { return false; },
       .max_of = MaxOf,
       .sum_exp = SumExp,
       .add_weighted = AddWeighted,

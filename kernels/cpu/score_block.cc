@@ -6,29 +6,55 @@
 #include "kernels/cpu/stored_row.h"
 
 namespace ctkvr::cpu {
+namespace {
+
+uint32_t TokenAt(const ScoreBlockRun& run, uint32_t n) { return run.tokens != nullptr ? run.tokens[n] : run.begin + n; }
+
+// Many heads share one decoding better.
+constexpr uint32_t kCodeHeadsMax = kGroupHeadsMax;
+
+bool DotCodes(const CpuKernels& kernels, const ScoreQueries& queries, const CodedKey* keys, uint32_t padded,
+              const ScoreBlockRun& run) {
+  if (queries.heads > kCodeHeadsMax) return false;
+  return kernels.scan->code_dots({.keys = keys,
+                                  .queries = queries.rows,
+                                  .tokens = run.count,
+                                  .heads = queries.heads,
+                                  .padded_dim = padded,
+                                  .dots = run.scores,
+                                  .stride = run.stride});
+}
+
+}  // namespace
+
 void ScoreBlock(const CpuKernels& kernels, const HeadView& view, const ScoreQueries& queries,
                 const ScoreBlockRun& run) {
   const uint32_t head_dim = view.layout.head_dim, padded = PaddedFloats(head_dim);
   const bool coded = ReadsCodes(view);
-  alignas(64) float keys[kScoreBlockTokens * PaddedFloats(kDimMax)];
+  CodedKey coded_keys[kScoreBlockTokens];
   float scales[kScoreBlockTokens];
-  for (uint32_t n = 0; n < run.count; ++n) {
-    const uint32_t token = run.tokens != nullptr ? run.tokens[n] : run.begin + n;
-    if (coded) {
-      kernels.scan->decode_coded(CodedKeyAt(view, token), keys + size_t{n} * padded);
-      scales[n] = CodeScaleAt(view, token);
-    } else {
-      const FloatKey key = FloatKeyAt(view, token);
-      kernels.scan->decode_float(key.data, key.dtype, head_dim, keys + size_t{n} * padded);
-    }
+  for (uint32_t n = 0; coded && n < run.count; ++n) {
+    coded_keys[n] = CodedKeyAt(view, TokenAt(run, n));
+    scales[n] = CodeScaleAt(view, TokenAt(run, n));
   }
-  kernels.scan->dots({.keys = keys,
-                      .queries = queries.rows,
-                      .tokens = run.count,
-                      .heads = queries.heads,
-                      .padded_dim = padded,
-                      .dots = run.scores,
-                      .stride = run.stride});
+  if (!coded || !DotCodes(kernels, queries, coded_keys, padded, run)) {
+    alignas(64) float keys[kScoreBlockTokens * PaddedFloats(kDimMax)];
+    for (uint32_t n = 0; n < run.count; ++n) {
+      if (coded) {
+        kernels.scan->decode_coded(coded_keys[n], keys + size_t{n} * padded);
+      } else {
+        const FloatKey key = FloatKeyAt(view, TokenAt(run, n));
+        kernels.scan->decode_float(key.data, key.dtype, head_dim, keys + size_t{n} * padded);
+      }
+    }
+    kernels.scan->dots({.keys = keys,
+                        .queries = queries.rows,
+                        .tokens = run.count,
+                        .heads = queries.heads,
+                        .padded_dim = padded,
+                        .dots = run.scores,
+                        .stride = run.stride});
+  }
   if (!coded) return;
   for (uint32_t r = 0; r < queries.heads; ++r) {
     float* scores = run.scores + r * run.stride;

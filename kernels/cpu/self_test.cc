@@ -108,7 +108,7 @@ const char* CompareRows(const RowKernels& tested, const RowKernels& reference) {
 }
 
 struct ScanResults {
-  std::vector<float> estimates, decoded, floats, dots, weighted, ranks, max, terms;
+  std::vector<float> estimates, decoded, floats, dots, code_dots, weighted, ranks, max, terms;
   std::vector<double> sums;
   std::vector<int32_t> refined;
   std::vector<uint32_t> taken;
@@ -159,6 +159,25 @@ void RunCoarse(const ScanKernels& scan, uint32_t dim, uint32_t first_planes, Sca
   std::vector<float> decoded(PaddedFloats(dim));
   scan.decode_coded(key, decoded.data());
   out.decoded.insert(out.decoded.end(), decoded.begin(), decoded.end());
+  const std::vector<float> query = Numbers(decoded.size(), 11);
+  float dot = 0;
+  const CodeDotsRun codes{.keys = &key,
+                          .queries = query.data(),
+                          .tokens = 1,
+                          .heads = 1,
+                          .padded_dim = PaddedFloats(dim),
+                          .dots = &dot,
+                          .stride = 1};
+  if (!scan.code_dots(codes)) {
+    scan.dots({.keys = decoded.data(),
+               .queries = query.data(),
+               .tokens = 1,
+               .heads = 1,
+               .padded_dim = codes.padded_dim,
+               .dots = &dot,
+               .stride = 1});
+  }
+  out.code_dots.push_back(dot);
 }
 
 ScanResults RunScan(const ScanKernels& scan, uint32_t dim) {
@@ -227,6 +246,10 @@ const char* CompareScan(const ScanKernels& tested, const ScanKernels& reference)
     if (!SameBits(a.floats, b.floats)) return "decode_float";
     if (!IsClose(a.dots, b.dots)) return "dots";
     if (!IsClose(a.weighted, b.weighted)) return "add_weighted";
+    // Codes reach 2^7: as many times the error.
+    for (size_t i = 0; i < a.code_dots.size(); ++i) {
+      if (!(std::fabs(a.code_dots[i] - b.code_dots[i]) <= 1e-2f)) return "code_dots";
+    }
     if (!SameBits(a.max, b.max)) return "max_of";
     if (!IsClose(a.terms, b.terms)) return "sum_exp";
     for (size_t i = 0; i < a.sums.size(); ++i) {

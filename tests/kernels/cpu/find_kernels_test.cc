@@ -34,7 +34,8 @@ bool Has(const std::set<std::string>& flags, std::initializer_list<const char*> 
 TEST(FindKernelsTest, TablesAreThereExactlyWhereTheProcessorHasEveryFeature) {
   const std::set<std::string> flags = ProcessorFlags();
   const bool avx2 = Has(flags, {"avx2", "fma", "f16c"});
-  const bool avx512 = avx2 && Has(flags, {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_vnni"});
+  const bool avx512 =
+      avx2 && Has(flags, {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512vbmi", "avx512_vnni", "gfni"});
   EXPECT_EQ(FindCpuKernels("avx2") != nullptr, avx2);
   EXPECT_EQ(FindCpuKernels("avx512") != nullptr, avx512);
   EXPECT_STREQ(BestCpuKernels().name, avx512 ? "avx512" : avx2 ? "avx2" : "portable");
