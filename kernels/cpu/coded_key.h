@@ -23,15 +23,19 @@ inline CodedKey CodedKeyAt(const HeadView& view, uint32_t token) {
           .head_dim = layout.head_dim};
 }
 
+// The code scale's place: one binary16.
+inline const std::byte* CodeScalePlace(const HeadView& view, uint32_t token) {
+  return view.pages[token / kPageTokens] + view.layout.code_scales_offset + token % kPageTokens * sizeof(uint16_t);
+}
+
 inline float CodeScaleAt(const HeadView& view, uint32_t token) {
-  return LoadElement(view.pages[token / kPageTokens] + view.layout.code_scales_offset, DType::kF16,
-                     token % kPageTokens);
+  return LoadElement(CodeScalePlace(view, token), DType::kF16, 0);
 }
 
 // Starts loading the planes of a token that is read soon: lists jump about, so the hardware does not foresee them.
 inline void PrefetchCodedKey(const HeadView& view, uint32_t token, uint32_t planes) {
   const CodedKey key = CodedKeyAt(view, token);
-  __builtin_prefetch(view.pages[token / kPageTokens] + view.layout.code_scales_offset + token % kPageTokens * 2);
+  __builtin_prefetch(CodeScalePlace(view, token));
   __builtin_prefetch(key.first);
   if (planes <= key.first_planes) return;
   const size_t rest_bytes = size_t{planes - key.first_planes} * view.layout.plane_bytes;

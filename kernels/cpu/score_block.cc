@@ -2,6 +2,8 @@
 
 #include "kernels/cpu/score_block.h"
 
+#include <cstring>
+
 #include "kernels/cpu/coded_key.h"
 #include "kernels/cpu/stored_row.h"
 
@@ -31,11 +33,11 @@ void ScoreBlock(const CpuKernels& kernels, const HeadView& view, const ScoreQuer
                 const ScoreBlockRun& run) {
   const uint32_t head_dim = view.layout.head_dim, padded = PaddedFloats(head_dim);
   const bool coded = ReadsCodes(view);
-  CodedKey coded_keys[kScoreBlockTokens];
-  float scales[kScoreBlockTokens];
+  CodedKey coded_keys[kScoreBlockTokens];  // filled where coded
+  uint16_t half_scales[kScoreBlockTokens];
   for (uint32_t n = 0; coded && n < run.count; ++n) {
     coded_keys[n] = CodedKeyAt(view, TokenAt(run, n));
-    scales[n] = CodeScaleAt(view, TokenAt(run, n));
+    std::memcpy(&half_scales[n], CodeScalePlace(view, TokenAt(run, n)), sizeof(half_scales[n]));
   }
   if (!coded || !DotCodes(kernels, queries, coded_keys, padded, run)) {
     alignas(64) float keys[kScoreBlockTokens * PaddedFloats(kDimMax)];
@@ -56,6 +58,8 @@ void ScoreBlock(const CpuKernels& kernels, const HeadView& view, const ScoreQuer
                         .stride = run.stride});
   }
   if (!coded) return;
+  float scales[kScoreBlockTokens];
+  kernels.rows->f32_from_f16(reinterpret_cast<const std::byte*>(half_scales), scales, run.count);
   for (uint32_t r = 0; r < queries.heads; ++r) {
     float* scores = run.scores + r * run.stride;
     const float half_sum = 0.5f * queries.rotated_sum[r];  // a code stands for the middle of its interval

@@ -11,10 +11,33 @@
 namespace ctkvr::cpu {
 namespace {
 
-void PrefetchBlock(const ScoreTokensItem& item, uint32_t from, uint32_t count) {
-  if (item.tokens == nullptr || !ReadsCodes(item.view)) return;
-  for (uint32_t n = from; n < std::min(from + kScoreBlockTokens, count); ++n) {
-    PrefetchCodedKey(item.view, item.tokens[n], item.view.layout.planes);
+// Codes are read few at a time, so that what is asked for ahead spreads over the work instead of filling the line
+// buffers at once. Floats lie in one run a page, which the hardware foresees.
+constexpr uint32_t kCodedStepTokens = 8;
+static_assert(kCodedStepTokens <= kScoreBlockTokens);
+constexpr uint32_t kPrefetchTokens = 32;  // ahead
+
+// The step's tokens of a page where they follow each other: `bytes_per_token` each from `array` on.
+void PrefetchRun(const std::byte* array, uint32_t slot, size_t bytes_per_token) {
+  const size_t begin = slot * bytes_per_token / 64 * 64;
+  const size_t end = std::min(slot + kCodedStepTokens, kPageTokens) * bytes_per_token;
+  for (size_t at = begin; at < end; at += 64) __builtin_prefetch(array + at);
+}
+
+// REQUIRES: coded keys.
+void PrefetchStep(const ScoreTokensItem& item, uint32_t from, uint32_t count) {
+  const PageLayout& layout = item.view.layout;
+  if (item.tokens != nullptr) {
+    for (uint32_t n = from; n < std::min(from + kCodedStepTokens, count); ++n) {
+      PrefetchCodedKey(item.view, item.tokens[n], layout.planes);
+    }
+  } else if (from < count) {
+    const std::byte* page = item.view.pages[(item.begin + from) / kPageTokens];
+    const uint32_t slot = (item.begin + from) % kPageTokens;
+    const uint32_t rest_planes = layout.planes - layout.first_planes;
+    PrefetchRun(page + layout.first_planes_offset, slot, size_t{layout.first_planes} * layout.plane_bytes);
+    PrefetchRun(page + layout.code_scales_offset, slot, sizeof(uint16_t));
+    PrefetchRun(page + layout.rest_planes_offset, slot, size_t{rest_planes} * layout.plane_bytes);
   }
 }
 
@@ -32,13 +55,15 @@ void ScoreTokens(const CpuKernels& kernels, const ScoreTokensItem& item) {
   const ScoreQueries queries = {
       .rows = rows, .rotated_sum = item.query.rotated_sum, .mean_dot = item.query.mean_dot, .heads = item.query.heads};
   const uint32_t count = *item.count;
-  PrefetchBlock(item, 0, count);
-  for (uint32_t n = 0; n < count; n += kScoreBlockTokens) {
-    PrefetchBlock(item, n + kScoreBlockTokens, count);
+  const bool coded = ReadsCodes(item.view);
+  const uint32_t step = coded ? kCodedStepTokens : kScoreBlockTokens;
+  for (uint32_t n = 0; coded && n < kPrefetchTokens; n += step) PrefetchStep(item, n, count);
+  for (uint32_t n = 0; n < count; n += step) {
+    if (coded) PrefetchStep(item, n + kPrefetchTokens, count);
     ScoreBlock(kernels, item.view, queries,
                {.tokens = item.tokens != nullptr ? item.tokens + n : nullptr,
                 .begin = item.begin + n,
-                .count = std::min(kScoreBlockTokens, count - n),
+                .count = std::min(step, count - n),
                 .scores = item.scores + n,
                 .stride = item.stride});
   }
