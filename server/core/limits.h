@@ -54,7 +54,6 @@ inline constexpr uint32_t kListTokensMax = 8192;
 // than none. 16: half the memory of 8, 0.003 more error of the output (kernels/cluster_ops.h).
 inline constexpr uint32_t kTokensPerClusterMin = 4;
 inline constexpr uint32_t kTokensPerClusterMax = 128;
-inline constexpr uint32_t kTokensPerClusterDefault = 16;
 
 // Leases, seconds.
 inline constexpr uint32_t kLeaseSecondsMin = 1;

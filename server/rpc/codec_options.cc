@@ -19,7 +19,7 @@ struct LayerDraft {
   uint32_t value_dim = 0;  // 0: head_dim
   SelectionOverride selection;
   std::optional<float> softmax_scale;
-  std::optional<uint32_t> tokens_per_cluster;
+  uint32_t tokens_per_cluster = 0;
 };
 
 // UNSPECIFIED is nothing: the caller's default or what a layer has already.
@@ -208,8 +208,7 @@ LayerConfig FinishLayer(LayerDraft draft) {
   Selection base;
   base.source = KeysAreCoded(layer.format) ? Source::kSketch : Source::kExact;
   layer.selection = Resolve(base, draft.selection);
-  layer.tokens_per_cluster =
-      draft.tokens_per_cluster.value_or(KeysAreCoded(layer.format) ? limits::kTokensPerClusterDefault : 0);
+  layer.tokens_per_cluster = draft.tokens_per_cluster;
   return std::move(draft.config);
 }
 

@@ -399,7 +399,7 @@ TEST(KeyClustersMemory, IsAShareOfFloat32WithinWhatTheServicePromises) {
       layer.q_heads = 32;
       layer.kv_heads = 8;
       layer.head_dim = layer.value_dim = 128;
-      layer.tokens_per_cluster = limits::kTokensPerClusterDefault;
+      layer.tokens_per_cluster = 16;
       const SessionConfig config = SmallConfig(layer, token_limit, 32);
       MemoryPlan plan;
       // What is kept for good: not the raw keys of the first tokens.

@@ -103,13 +103,18 @@ TEST_F(AttentionTest, AnOutputThatDoesNotFitIsTheErrorOfItsItem) {
 }
 
 TEST_F(AttentionTest, TheRemainderComesBesideAnyMode) {
-  OpenWithTokens("a", 1300, v1::FORMAT_K8V4);
+  v1::OpenSessionRequest open = MakeOpen("a", v1::FORMAT_K8V4);
+  open.mutable_options()->mutable_key_clusters()->set_tokens_per_cluster(16);
+  open.mutable_options()->set_cache_slots(512);
+  ASSERT_THAT(Open(open), IsRpcOk());
+  ASSERT_THAT(Append(MakeAppend("a", 0, 0, 1300)), IsRpcOk());
   v1::MaintainSessionReply maintained;
   ASSERT_THAT(Call(&Stub::MaintainSession, WithSession<v1::MaintainSessionRequest>("a"), &maintained), IsRpcOk());
   ASSERT_THAT(Get("a"), IsRpcOk());
   EXPECT_EQ(got_.session().layers(0).clustered_length(), 1300u);
   for (const v1::AnswerMode mode :
-       {v1::ANSWER_MODE_IDS, v1::ANSWER_MODE_SCORES, v1::ANSWER_MODE_ROWS, v1::ANSWER_MODE_ATTENTION}) {
+       {v1::ANSWER_MODE_IDS, v1::ANSWER_MODE_SCORES, v1::ANSWER_MODE_ROWS, v1::ANSWER_MODE_NEW_ROWS,
+        v1::ANSWER_MODE_ATTENTION}) {
     v1::RetrieveRequest request = Request(mode, v1::ROW_FORMAT_BF16);
     request.mutable_items(0)->mutable_query()->set_position(1299);
     request.mutable_answer()->set_remainder(true);

@@ -199,11 +199,8 @@ TEST(LayerOverrideTest, EveryFieldIsLaidOverItsLayersAlone) {
   }
 }
 
-TEST(LayerOverrideTest, KeyClustersFollowTheFormatUnlessSet) {
+TEST(LayerOverrideTest, KeyClustersAreKeptWhereTheyAreAskedFor) {
   v1::SessionOptions options = Bare(4);
-  v1::LayerOverride* floats = options.add_layer_overrides();
-  floats->add_layers(1);
-  floats->set_format(v1::FORMAT_F16);
   v1::LayerOverride* none = options.add_layer_overrides();
   none->add_layers(2);
   none->mutable_key_clusters();
@@ -215,7 +212,7 @@ TEST(LayerOverrideTest, KeyClustersFollowTheFormatUnlessSet) {
     for (const LayerConfig& layer : Decoded(options).layers) counts.push_back(layer.tokens_per_cluster);
     return counts;
   };
-  EXPECT_THAT(per_layer(), ::testing::ElementsAre(16, 0, 0, 8));
+  EXPECT_THAT(per_layer(), ::testing::ElementsAre(0, 0, 0, 8));
   options.mutable_key_clusters()->set_tokens_per_cluster(32);
   EXPECT_THAT(per_layer(), ::testing::ElementsAre(32, 32, 0, 8));
 }
