@@ -238,15 +238,16 @@ void CodeValueGroup(const float* value, uint32_t count, uint32_t levels, ValueGr
   }
 }
 
-// Sixteen codes from dimension i on, of which `count` are there, as numbers.
+// Sixteen codes from dimension i on, of which `count`, 16 or 8, are there, as numbers.
 __m512 LoadCodes(const std::byte* packed, uint32_t i, uint32_t count, uint32_t bits) {
-  alignas(16) std::byte bytes[kWidth] = {};
   if (bits == 8) {
-    std::memcpy(bytes, packed + i, count);
-    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i*>(bytes))));
+    const auto* codes = reinterpret_cast<const __m128i*>(packed + i);
+    const __m128i bytes = count == kWidth ? _mm_loadu_si128(codes) : _mm_loadl_epi64(codes);
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
   }
-  std::memcpy(bytes, packed + i / 2, count / 2);
-  const __m128i pairs = _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
+  int64_t eight = 0;
+  std::memcpy(&eight, packed + i / 2, count == kWidth ? 8 : 4);
+  const __m128i pairs = _mm_cvtsi64_si128(eight);
   const __m128i low_half = _mm_set1_epi8(15);
   const __m128i even = _mm_and_si128(pairs, low_half);
   const __m128i odd = _mm_and_si128(_mm_srli_epi16(pairs, 4), low_half);
