@@ -35,6 +35,7 @@ class RestEstimator {
         layout_(item.layout),
         heads_(item.query.heads),
         padded_(PaddedFloats(item.layout.head_dim)),
+        padded_values_(PaddedFloats(item.layout.value_dim)),
         stride_(ClusterBlocks(item.begin, item.end) * item.layout.clusters) {
     CTKVR_CHECK(heads_ <= kGroupHeadsMax && layout_.head_dim <= kDimMax && layout_.value_dim <= kDimMax);
     auto* words = reinterpret_cast<uint32_t*>(RoundUp(reinterpret_cast<uintptr_t>(item.workspace), uintptr_t{64}));
@@ -145,43 +146,68 @@ class RestEstimator {
   }
 
   void Finish() {
-    std::fill(item_.output, item_.output + size_t{heads_} * layout_.value_dim, 0.0f);
     *item_.value_means_read = 0;
-    float least[kGroupHeadsMax];  // log weight from which a cluster's value is read
-    double log_sum[kGroupHeadsMax];
-    for (uint32_t r = 0; r < heads_; ++r) {
-      item_.log_sum_exp[r] = -std::numeric_limits<float>::infinity();
-      if (entry_count_ == 0) continue;
-      const float* logits = logits_ + size_t{r} * stride_;
-      const float largest = kernels_.scan->max_of(logits, entry_count_);
-      log_sum[r] =
-          largest + std::log(kernels_.scan->sum_exp(logits, entry_count_, {.scale = 1, .origin = largest}, nullptr));
-      item_.log_sum_exp[r] = static_cast<float>(log_sum[r]);
-      least[r] = static_cast<float>(log_sum[r] - std::log(65536.0 * entry_count_));
+    if (entry_count_ == 0) {
+      std::fill_n(item_.output, size_t{heads_} * layout_.value_dim, 0.0f);
+      std::fill_n(item_.log_sum_exp, heads_, -std::numeric_limits<float>::infinity());
+      return;
     }
-    for (uint32_t n = 0; n < entry_count_; ++n) AddValue(n, least, log_sum);
+    for (uint32_t r = 0; r < heads_; ++r) {
+      const float* logits = logits_ + size_t{r} * stride_;
+      largest_[r] = kernels_.scan->max_of(logits, entry_count_);
+      sums_[r] = kernels_.scan->sum_exp(logits, entry_count_, {.scale = 1, .origin = largest_[r]}, nullptr);
+      const double log_sum = largest_[r] + std::log(sums_[r]);
+      item_.log_sum_exp[r] = static_cast<float>(log_sum);
+      least_[r] = static_cast<float>(log_sum - std::log(65536.0 * entry_count_));
+    }
+    std::fill_n(outputs_, heads_ * padded_values_, 0.0f);
+    uint32_t entries[kScoreBlockTokens], count = 0;
+    for (uint32_t n = 0; n < entry_count_; ++n) {
+      if (HasWeight(n)) entries[count++] = n;
+      if (count < kScoreBlockTokens && n + 1 < entry_count_) continue;
+      if (count > 0) AddValues(entries, count);
+      count = 0;
+    }
+    for (uint32_t r = 0; r < heads_; ++r) {
+      std::copy_n(outputs_ + size_t{r} * padded_values_, layout_.value_dim,
+                  item_.output + size_t{r} * layout_.value_dim);
+    }
   }
 
-  void AddValue(uint32_t n, const float* least, const double* log_sum) {
-    bool read = false;
-    alignas(64) float value[kDimMax];
+  bool HasWeight(uint32_t n) const {
     for (uint32_t r = 0; r < heads_; ++r) {
-      const float logit = logits_[r * stride_ + n];
-      if (logit < least[r]) continue;
-      const std::byte* block = item_.blocks[entries_[n] / layout_.clusters];
-      const uint32_t cluster = entries_[n] % layout_.clusters;
-      if (!read) {
-        const std::byte* levels = block + layout_.value_means_offset + size_t{cluster} * layout_.value_dim;
-        WidenLevels(reinterpret_cast<const int8_t*>(levels), value, layout_.value_dim);
-        read = true;
-      }
-      float scale;
-      std::memcpy(&scale, block + layout_.value_scales_offset + cluster * sizeof(float), sizeof(float));
-      const auto weight = static_cast<float>(std::exp(logit - log_sum[r])) * scale;
-      float* output = item_.output + size_t{r} * layout_.value_dim;
-      for (uint32_t i = 0; i < layout_.value_dim; ++i) output[i] += weight * value[i];
+      if (logits_[r * stride_ + n] >= least_[r]) return true;
     }
-    *item_.value_means_read += read;
+    return false;
+  }
+
+  void AddValues(const uint32_t* entries, uint32_t count) {
+    float logits[kGroupHeadsMax * kScoreBlockTokens], weights[kGroupHeadsMax * kScoreBlockTokens];
+    float scales[kScoreBlockTokens];
+    for (uint32_t n = 0; n < count; ++n) {
+      const std::byte* block = item_.blocks[entries_[entries[n]] / layout_.clusters];
+      const uint32_t cluster = entries_[entries[n]] % layout_.clusters;
+      const std::byte* levels = block + layout_.value_means_offset + size_t{cluster} * layout_.value_dim;
+      float* row = rows_ + size_t{n} * padded_values_;
+      WidenLevels(reinterpret_cast<const int8_t*>(levels), row, layout_.value_dim);
+      std::fill(row + layout_.value_dim, row + padded_values_, 0.0f);
+      std::memcpy(&scales[n], block + layout_.value_scales_offset + cluster * sizeof(float), sizeof(float));
+      for (uint32_t r = 0; r < heads_; ++r) logits[r * kScoreBlockTokens + n] = logits_[r * stride_ + entries[n]];
+    }
+    for (uint32_t r = 0; r < heads_; ++r) {
+      float* own = weights + size_t{r} * kScoreBlockTokens;
+      (void)kernels_.scan->sum_exp(logits + size_t{r} * kScoreBlockTokens, count, {.scale = 1, .origin = largest_[r]},
+                                   own);
+      for (uint32_t n = 0; n < count; ++n) own[n] = static_cast<float>(own[n] / sums_[r]) * scales[n];
+    }
+    kernels_.scan->add_weighted({.rows = rows_,
+                                 .weights = weights,
+                                 .weight_stride = kScoreBlockTokens,
+                                 .tokens = count,
+                                 .heads = heads_,
+                                 .padded_dim = padded_values_,
+                                 .sums = outputs_});
+    *item_.value_means_read += count;
   }
 
   const CpuKernels& kernels_;
@@ -189,12 +215,17 @@ class RestEstimator {
   const ClusterLayout& layout_;
   const uint32_t heads_;
   const uint32_t padded_;
+  const uint32_t padded_values_;
   const uint32_t stride_;        // clusters of all blocks
   uint32_t* left_ = nullptr;     // [stride]
   uint32_t* entries_ = nullptr;  // [stride]: clusters with tokens left, ascending
   float* logits_ = nullptr;      // [heads, stride]: log weights of the entries
   uint32_t entry_count_ = 0;
+  float largest_[kGroupHeadsMax];  // log weight
+  double sums_[kGroupHeadsMax];    // of weights, the largest as 1
+  float least_[kGroupHeadsMax];    // log weight from which a cluster's value is read
   alignas(64) float queries_[kGroupHeadsMax * PaddedFloats(kDimMax)];
+  alignas(64) float outputs_[kGroupHeadsMax * PaddedFloats(kDimMax)];  // [heads, padded_values]
   alignas(64) float rows_[kScoreBlockTokens * PaddedFloats(kDimMax)];
 };
 

@@ -31,8 +31,8 @@ LayerConfig ClusteredLayer(Format format = Format::kK8V4, Source source = Source
   layer.tokens_per_cluster = 16;
   return layer;
 }
-// Every token weighs the same, so sums of exp count positions and outputs are means of values. Few are chosen: the means
-// stay when tokens are taken out of them.
+// Every token weighs the same, so sums of exp count positions and outputs are means of values. Few are chosen: the
+// means stay when tokens are taken out of them.
 LayerConfig FlatLayer(Format format = Format::kK8V4, Source source = Source::kExact) {
   LayerConfig layer = ClusteredLayer(format, source);
   layer.softmax.scale = 1e-9f;
