@@ -365,11 +365,11 @@ PartialAttention EmptyAttention(const LayerConfig& layer, uint32_t positions) {
 }
 
 absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
+  item.query = task.query;
+  item.context = task.context;
   Session& session = *task.session;
   CTKVR_RETURN_IF_ERROR(session.CheckHealthy());
   CTKVR_ASSIGN_OR_RETURN(item.layer, session.FindLayer(task.query->layer));
-  item.query = task.query;
-  item.context = task.context;
   CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query));
   item.answer.counts.assign(item.plan.positions.size() * item.plan.sets, 0);
   if (item.wants_attention()) item.answer.attention = EmptyAttention(item.layer->config(), task.query->positions);

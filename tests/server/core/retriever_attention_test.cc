@@ -287,27 +287,31 @@ TEST_P(RetrieverAttentionTest, SetsThatDoNotFitTogetherFollowInRounds) {
 
 TEST(RetrieverAttentionBatchTest, ItSharesABatchWithOtherModes) {
   Harness harness;
-  const SessionConfig config = SmallConfig(SmallLayer(Format::kF16, Source::kExact));
+  SessionConfig config = SmallConfig(SmallLayer(Format::kF16, Source::kExact));
+  config.cache_slots = 256;
   const Tokens tokens(config.layers[0], config.dtype, 1);
+  constexpr AnswerMode kModes[] = {AnswerMode::kIds, AnswerMode::kScores, AnswerMode::kRows, AnswerMode::kNewRows,
+                                   AnswerMode::kAttention};
   std::vector<OwnedQuery> queries;
   std::vector<StepRequest> requests;
   std::vector<Answer> alone;
-  for (uint32_t i = 0; i < 6; ++i) {
+  for (uint32_t i = 0; i < 10; ++i) {
     const std::string id = std::to_string(i);
     ASSERT_THAT(harness.Open(id, config), IsOk());
     ASSERT_THAT(harness.Append(id, tokens.Append(0, 100 + i, 0, i)), IsOk());
     queries.push_back(tokens.Ask(200 + i));
-    queries.back().query.answer = {.mode = static_cast<AnswerMode>(i % 4), .row_format = RowFormat::kF32};
+    queries.back().query.answer = {.mode = kModes[i % 5], .row_format = RowFormat::kF32};
     requests.push_back({.session = Ref(id), .chunk = std::nullopt, .query = queries.back().query});
     alone.push_back(*harness.Retrieve(id, queries.back()));
   }
   const auto results = harness.Step(std::move(requests));
-  for (uint32_t i = 0; i < 6; ++i) {
+  for (uint32_t i = 0; i < 10; ++i) {
     ASSERT_THAT(results[i].answer, IsOk());
     EXPECT_EQ(results[i].answer->ids, alone[i].ids);
     EXPECT_EQ(results[i].answer->values, alone[i].values);
-    ASSERT_EQ(results[i].answer->attention.has_value(), i == 3);
-    if (i == 3) {
+    const bool attends = kModes[i % 5] == AnswerMode::kAttention;
+    ASSERT_EQ(results[i].answer->attention.has_value(), attends);
+    if (attends) {
       EXPECT_EQ(results[i].answer->attention->output, alone[i].attention->output);
     }
   }

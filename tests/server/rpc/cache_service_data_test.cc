@@ -14,6 +14,7 @@
 namespace ctkvr::testing {
 namespace {
 
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -247,11 +248,32 @@ TEST_F(CacheServiceDataTest, AQueryBeforeTheIndexedLengthIsOutOfRange) {
   EXPECT_EQ(retrieved_.items(0).answer().source(), v1::SOURCE_QUERY_CENTROIDS);
 }
 
-TEST_F(CacheServiceDataTest, AnswerModesThatAreNotServedSaySo) {
-  OpenWithTokens("a", 10);
-  v1::RetrieveRequest request = MakeRetrieve("a", 0, 9);
+TEST_F(CacheServiceDataTest, NewRowsComeOnceToWhoeverHandsTheVersionBack) {
+  OpenWithTokens("without", 10);
+  v1::RetrieveRequest request = MakeRetrieve("without", 0, 9);
   request.mutable_answer()->set_mode(v1::ANSWER_MODE_NEW_ROWS);
-  EXPECT_THAT(Retrieve(request), IsRpc(grpc::StatusCode::UNIMPLEMENTED, "ANSWER_MODE_NEW_ROWS"));
+  EXPECT_THAT(Retrieve(request), IsRpc(grpc::StatusCode::FAILED_PRECONDITION, "opened with cache_slots 0"));
+
+  v1::OpenSessionRequest open = MakeOpen("with");
+  open.mutable_options()->set_cache_slots(16);
+  ASSERT_THAT(Open(open), IsRpcOk());
+  EXPECT_EQ(opened_.session().options().cache_slots(), 16u);
+  EXPECT_GT(opened_.session().memory().slot_table_bytes(), 0u);
+  ASSERT_THAT(Append(MakeAppend("with", 0, 0, 10)), IsRpcOk());
+  request = MakeRetrieve("with", 0, 9);
+  request.mutable_answer()->set_mode(v1::ANSWER_MODE_NEW_ROWS);
+  ASSERT_THAT(Retrieve(request), IsRpcOk());
+  const v1::Answer first = retrieved_.items(0).answer();
+  EXPECT_THAT(first.counts(), Each(10));
+  EXPECT_THAT(first.new_counts(), Each(10));
+  request.mutable_items(0)->mutable_query()->set_cache_version(first.cache_version());
+  ASSERT_THAT(Retrieve(request), IsRpcOk());
+  EXPECT_THAT(retrieved_.items(0).answer().new_counts(), Each(0));
+  EXPECT_EQ(retrieved_.items(0).answer().slots(), first.slots());
+  EXPECT_NE(retrieved_.items(0).answer().cache_version(), first.cache_version());
+  // The version of before the last answer.
+  ASSERT_THAT(Retrieve(request), IsRpcOk());
+  EXPECT_THAT(retrieved_.items(0).answer().new_counts(), Each(10));
 }
 
 }  // namespace

@@ -59,7 +59,7 @@ TEST(DecodeSessionOptionsTest, WhatIsLeftOutTakesTheDocumentedDefault) {
     EXPECT_EQ(layer.softmax.softcap, 0);
     EXPECT_TRUE(layer.softmax.sink_logits.empty());
     EXPECT_EQ(layer.query_centroids.centroids, 0u);
-    EXPECT_EQ(layer.tokens_per_cluster, 16u);
+    EXPECT_EQ(layer.tokens_per_cluster, 0u);
     EXPECT_FALSE(layer.absent || layer.dense);
     EXPECT_EQ(layer.selection, Selection());
   }
