@@ -166,8 +166,11 @@ void AddLines(Bed& bed) {
   Add(kPlainScan, {.bytes = static_cast<double>(bytes), .tokens = tokens}, [&bed] {
     PlainScanF16(bed.prompt.data(), size_t{kKvHeads} * bed.options.tokens, kHeadDim, query->data(), 4, scores->data());
   });
+  // Keys and values read, pages written.
+  const PageLayout layout = MakePageLayout(Format::kK8V4, kHeadDim, kHeadDim, SessionConfig().first_planes);
+  const double written = tokens * layout.page_bytes / kPageTokens;
   Add(
-      "append of the whole prompt", {.bytes = 2.0 * static_cast<double>(bytes), .tokens = tokens},
+      "append of the whole prompt", {.bytes = 2.0 * static_cast<double>(bytes) + written, .tokens = tokens},
       [&bed] {
         Open(bed, "append", 0);
         AppendAll(bed, "append", false);
