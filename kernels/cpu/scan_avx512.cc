@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// ScanKernels with AVX-512 (F, BW, DQ, VL, VBMI, VNNI) and GFNI. The methods are those of scan_avx2.cc, a page a register; the
-// planes of one key are used as masks.
+// ScanKernels with AVX-512 (F, BW, DQ, VL, VBMI, VNNI) and GFNI. The methods are those of scan_avx2.cc, a page a
+// register; the planes of one key are used as masks, or turned as codes_avx512.h says.
 
 #include <cstring>
 
