@@ -70,6 +70,7 @@ struct ServerSample {
   uint64_t arena_free_bytes = 0;
   uint64_t arena_reserved_bytes = 0;
   uint64_t arena_held_bytes = 0;
+  uint64_t slot_table_bytes = 0;
   bool draining = false;
 };
 

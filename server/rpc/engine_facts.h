@@ -30,6 +30,7 @@ inline obs::ServerSample SampleEngine(const Engine& engine) {
           .arena_free_bytes = memory.arena_free_bytes,
           .arena_reserved_bytes = memory.arena_reserved_bytes,
           .arena_held_bytes = memory.arena_held_bytes,
+          .slot_table_bytes = memory.slot_table_bytes,
           .draining = engine.draining()};
 }
 

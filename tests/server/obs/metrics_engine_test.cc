@@ -80,6 +80,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"ctkvr_arena_free_bytes", [](Stats&, ServerSample& m) { m.arena_free_bytes = 26; }, 26},
         Case{"ctkvr_arena_reserved_bytes", [](Stats&, ServerSample& m) { m.arena_reserved_bytes = 27; }, 27},
         Case{"ctkvr_arena_held_bytes", [](Stats&, ServerSample& m) { m.arena_held_bytes = 28; }, 28},
+        Case{"ctkvr_slot_table_bytes", [](Stats&, ServerSample& m) { m.slot_table_bytes = 29; }, 29},
         Case{"ctkvr_draining", [](Stats&, ServerSample& m) { m.draining = true; }, 1}));
 
 TEST(EngineCollectorTest, EveryStageHasAHistogramThatIsCumulative) {
