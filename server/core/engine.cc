@@ -99,11 +99,17 @@ class Engine::Impl {
     }
   }
 
+  // A session that a drain has just ended is not called closed: `drained` is set before the first of them ends.
+  absl::StatusOr<uint32_t> FindLane(const std::string& id) const {
+    absl::StatusOr<uint32_t> lane = directory.Find(id);
+    if (drained) return DrainingError();
+    return lane;
+  }
+
   // Sends work to the lane of the session, or answers at once.
   template <typename Work>
   void PostToSession(Work work, CallContext context) {
-    absl::StatusOr<uint32_t> lane =
-        drained ? absl::StatusOr<uint32_t>(DrainingError()) : directory.Find(work.session.id);
+    absl::StatusOr<uint32_t> lane = FindLane(work.session.id);
     if (!lane.ok()) return work.done(lane.status());
     Task task{.context = std::move(context), .work = std::move(work)};
     if (const absl::Status status = lanes[*lane]->Post(task); !status.ok()) task.Fail(status);
@@ -113,7 +119,7 @@ class Engine::Impl {
   // taken out of the request: the append goes its way.
   absl::StatusOr<uint32_t> CheckItem(StepCall& call, uint32_t item) {
     StepRequest& request = call.requests[item];
-    CTKVR_ASSIGN_OR_RETURN(const uint32_t lane, directory.Find(request.session.id));
+    CTKVR_ASSIGN_OR_RETURN(const uint32_t lane, FindLane(request.session.id));
     if (request.query.has_value()) {
       const absl::Status status = CheckElements("queries", request.query->queries, request.query->dtype).status();
       if (!status.ok() && !request.chunk.has_value()) return status;
@@ -198,7 +204,6 @@ void Engine::Step(std::vector<StepRequest> requests, CallContext context,
   for (uint32_t i = 0; i < items; ++i)
     call->results.push_back({absl::StatusOr<AppendResult>(), absl::StatusOr<Answer>()});
   absl::Status refusal;
-  if (impl_->drained) refusal = DrainingError();
   if (items > limits::kItemsMax) {
     refusal = absl::InvalidArgumentError(absl::StrCat("items is ", items, "; the limit is ", limits::kItemsMax));
   }
