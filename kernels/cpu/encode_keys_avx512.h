@@ -42,7 +42,6 @@ constexpr float kTransformScale = kRegisters == 4   ? 0x1p-3f
                                   : kRegisters == 8 ? 0x1.6a09e6p-4f
                                                     : 0x1p-4f;
 
-// Rotated keys of a batch, and the largest magnitude of each as bits. False when an element is subnormal.
 template <uint32_t kRegisters>
 struct KeyBatch {
   alignas(64) float x[kBatch][16 * kRegisters];
@@ -52,6 +51,7 @@ struct KeyBatch {
   alignas(64) float reciprocal[kBatch];
 };
 
+// Rotated keys of a batch, and the largest magnitude of each as bits. False when an element is subnormal.
 template <DType kDType, uint32_t kRegisters>
 bool RotateBatch(const KeyRun& run, uint32_t first, uint32_t count, const float* signed_mean,
                  KeyBatch<kRegisters>& batch, __m512i* max_bits) {

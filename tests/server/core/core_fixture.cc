@@ -366,4 +366,20 @@ oracle::Row OtherRanks(const SetCase& set_case, const AnswerCheck& check, size_t
   return ::testing::AssertionSuccess();
 }
 
+oracle::Attention AttentionAt(const PartialAttention& given, uint32_t position) {
+  const auto* output = reinterpret_cast<const std::byte*>(given.output.data());
+  const auto* log_sum_exp = reinterpret_cast<const std::byte*>(given.log_sum_exp.data());
+  EXPECT_EQ(given.output.size(), size_t{given.positions} * given.q_heads * given.value_dim * DTypeBytes(given.dtype));
+  oracle::Attention attention;
+  for (uint32_t h = 0; h < given.q_heads; ++h) {
+    const size_t row = size_t{position} * given.q_heads + h;
+    oracle::Row& values = attention.output.emplace_back();
+    for (uint32_t i = 0; i < given.value_dim; ++i) {
+      values.push_back(LoadElement(output, given.dtype, row * given.value_dim + i));
+    }
+    attention.log_sum_exp.push_back(LoadElement(log_sum_exp, DType::kF32, row));
+  }
+  return attention;
+}
+
 }  // namespace ctkvr::testing

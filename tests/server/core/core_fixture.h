@@ -162,6 +162,10 @@ struct AnswerSet {
 // Sets in order, [P * G]; `heads` query heads each.
 std::vector<AnswerSet> SplitAnswer(const Answer& answer, uint32_t heads);
 
+// What a part of an answer carries for one position, [q_heads]. Fails the test where its bytes are not those of its
+// dims.
+oracle::Attention AttentionAt(const PartialAttention& given, uint32_t position);
+
 // What an answer is held to.
 struct AnswerCheck {
   const LayerConfig* layer = nullptr;

@@ -69,23 +69,8 @@ class KeyClustersTest : public ::testing::TestWithParam<bool> {
     return query;
   }
 
-  static oracle::Attention Part(const PartialAttention& given, uint32_t position) {
-    const auto* output = reinterpret_cast<const std::byte*>(given.output.data());
-    const auto* log_sum_exp = reinterpret_cast<const std::byte*>(given.log_sum_exp.data());
-    EXPECT_EQ(given.output.size(), size_t{given.positions} * given.q_heads * given.value_dim * DTypeBytes(given.dtype));
-    oracle::Attention attention;
-    for (uint32_t h = 0; h < given.q_heads; ++h) {
-      const size_t row = size_t{position} * given.q_heads + h;
-      oracle::Row& values = attention.output.emplace_back();
-      for (uint32_t i = 0; i < given.value_dim; ++i) {
-        values.push_back(LoadElement(output, given.dtype, row * given.value_dim + i));
-      }
-      attention.log_sum_exp.push_back(LoadElement(log_sum_exp, DType::kF32, row));
-    }
-    return attention;
-  }
   static oracle::Attention Merged(const Answer& answer, uint32_t position) {
-    return oracle::Merge({Part(*answer.attention, position), Part(*answer.remainder, position)});
+    return oracle::Merge({AttentionAt(*answer.attention, position), AttentionAt(*answer.remainder, position)});
   }
 
   // Attention over [begin, end) of what the layer holds, as it was appended.
@@ -130,7 +115,7 @@ class KeyClustersTest : public ::testing::TestWithParam<bool> {
     const auto answer = harness_.Retrieve("s", Ask(position));
     ASSERT_THAT(answer, IsOk());
     ExpectCovers(*answer, 0, 0, position + 1, position);
-    EXPECT_THAT(Part(*answer->remainder, 0).log_sum_exp, Each(::testing::Gt(0)));
+    EXPECT_THAT(AttentionAt(*answer->remainder, 0).log_sum_exp, Each(::testing::Gt(0)));
   }
 
   Harness harness_;
@@ -181,7 +166,7 @@ TEST_P(KeyClustersTest, WhatTheWorkerAttendsItselfIsLeftOut) {
   all_local.query.local_begin = 0;
   const auto answer = harness_.Retrieve("s", all_local);
   ASSERT_THAT(answer, IsOk());
-  EXPECT_THAT(Part(*answer->remainder, 0).log_sum_exp, Each(-kInfinity));
+  EXPECT_THAT(AttentionAt(*answer->remainder, 0).log_sum_exp, Each(-kInfinity));
 }
 
 TEST_P(KeyClustersTest, ApproximatesFullAttention) {
@@ -212,9 +197,9 @@ TEST_P(KeyClustersTest, ApproximatesFullAttention) {
   ASSERT_THAT(full, IsOk());
   double squared_with = 0, squared_without = 0;
   for (uint32_t p = 0; p < 8; ++p) {
-    const oracle::Attention expected = Part(*full->attention, p), chosen = Part(*answer->attention, p);
+    const oracle::Attention expected = AttentionAt(*full->attention, p), chosen = AttentionAt(*answer->attention, p);
     const oracle::Attention merged = Merged(*answer, p);
-    EXPECT_THAT(Part(*full->remainder, p).log_sum_exp, Each(-kInfinity));
+    EXPECT_THAT(AttentionAt(*full->remainder, p).log_sum_exp, Each(-kInfinity));
     for (uint32_t h = 0; h < layer.q_heads; ++h) {
       EXPECT_TRUE(IsWithin(merged.log_sum_exp[h], expected.log_sum_exp[h], 0.1));
       for (uint32_t i = 0; i < layer.value_dim; ++i) {
@@ -233,7 +218,7 @@ TEST_P(KeyClustersTest, IsEmptyWhenEverythingIsChosen) {
   const auto expect_empty = [&](const OwnedQuery& query) {
     const auto answer = harness_.Retrieve("s", query);
     ASSERT_THAT(answer, IsOk());
-    const oracle::Attention rest = Part(*answer->remainder, 0);
+    const oracle::Attention rest = AttentionAt(*answer->remainder, 0);
     EXPECT_THAT(rest.log_sum_exp, Each(-kInfinity));
     EXPECT_THAT(rest.output, Each(Each(0)));
     ExpectCovers(*answer, 0, 0, 1500, 1499);
@@ -304,7 +289,7 @@ TEST_P(KeyClustersTest, AnswersInTheTypeAskedForBesideAnyMode) {
     const auto answer = harness_.Retrieve("s", query);
     ASSERT_THAT(answer, IsOk());
     EXPECT_FALSE(answer->attention.has_value());
-    const oracle::Attention narrow = Part(*answer->remainder, 0), expected = Part(*wide->remainder, 0);
+    const oracle::Attention narrow = AttentionAt(*answer->remainder, 0), expected = AttentionAt(*wide->remainder, 0);
     EXPECT_EQ(narrow.log_sum_exp, expected.log_sum_exp);
     for (uint32_t h = 0; h < 4; ++h) {
       for (uint32_t i = 0; i < 16; ++i) {

@@ -34,23 +34,6 @@ class RetrieverAttentionTest : public RetrieverTest {
     return {.scale = layer().softmax.scale, .softcap = layer().softmax.softcap, .sink_logits = {}};
   }
 
-  // What the answer carries for one position, [q_heads].
-  static oracle::Attention AttentionAt(const Answer& answer, uint32_t position) {
-    const PartialAttention& given = *answer.attention;
-    const auto* output = reinterpret_cast<const std::byte*>(given.output.data());
-    const auto* log_sum_exp = reinterpret_cast<const std::byte*>(given.log_sum_exp.data());
-    oracle::Attention attention;
-    for (uint32_t h = 0; h < given.q_heads; ++h) {
-      const size_t row = size_t{position} * given.q_heads + h;
-      oracle::Row& values = attention.output.emplace_back();
-      for (uint32_t i = 0; i < given.value_dim; ++i) {
-        values.push_back(LoadElement(output, given.dtype, row * given.value_dim + i));
-      }
-      attention.log_sum_exp.push_back(LoadElement(log_sum_exp, DType::kF32, row));
-    }
-    return attention;
-  }
-
   // Attention of every query head over the tokens of `listed`, by the keys and values a client would fetch.
   oracle::Attention Exact(const oracle::Matrix& queries, const std::vector<uint32_t>& listed) const {
     oracle::Attention attention;
@@ -118,7 +101,7 @@ class RetrieverAttentionTest : public RetrieverTest {
         expected.log_sum_exp.insert(expected.log_sum_exp.end(), own.log_sum_exp.begin(), own.log_sum_exp.end());
       }
       SCOPED_TRACE(::testing::Message() << "position " << p);
-      ExpectSame(AttentionAt(*attention, p), expected, kOutputBound, kLogSumExpBound);
+      ExpectSame(AttentionAt(*attention->attention, p), expected, kOutputBound, kLogSumExpBound);
     }
   }
 };
@@ -180,10 +163,10 @@ TEST_P(RetrieverAttentionTest, ChosenAndLocalPartsMergeToFullAttention) {
       if (t < 3 || t >= kLength - 50) local.push_back(t);
     }
     oracle::Attention sinks{.output = oracle::Matrix(4, oracle::Row(16, 0.0)), .log_sum_exp = {2, -1, 0, 4}};
-    ExpectSame(oracle::Merge({AttentionAt(*answer, 0), Exact(queries, local)}), Exact(queries, all), kWholeBound,
-               kWholeBound);
+    ExpectSame(oracle::Merge({AttentionAt(*answer->attention, 0), Exact(queries, local)}), Exact(queries, all),
+               kWholeBound, kWholeBound);
     // With the sink logits, which the server leaves out.
-    ExpectSame(oracle::Merge({AttentionAt(*answer, 0), Exact(queries, local), sinks}),
+    ExpectSame(oracle::Merge({AttentionAt(*answer->attention, 0), Exact(queries, local), sinks}),
                oracle::Merge({Exact(queries, all), sinks}), kWholeBound, kWholeBound);
   }
 }
@@ -197,7 +180,7 @@ TEST_P(RetrieverAttentionTest, WhereNothingIsVisibleItIsEmpty) {
   ASSERT_THAT(answer, IsOk());
   EXPECT_THAT(answer->counts, Each(0u));
   EXPECT_EQ(answer->attention->output, std::string(2 * 4 * 16 * 2, '\0'));
-  EXPECT_THAT(AttentionAt(*answer, 1).log_sum_exp, Each(-std::numeric_limits<double>::infinity()));
+  EXPECT_THAT(AttentionAt(*answer->attention, 1).log_sum_exp, Each(-std::numeric_limits<double>::infinity()));
 }
 
 // A filter may leave one set of several without a token.
