@@ -12,6 +12,7 @@ messages of the contract.
 from ctkvr._version import __version__
 from ctkvr.answer import Answer, Selection, Sets
 from ctkvr.arrays import from_bfloat16, to_bfloat16, to_torch
+from ctkvr.attention import merge_attention
 from ctkvr.calls import AppendResult
 from ctkvr.client import Client, DecodeStream, Session, connect
 from ctkvr.decode import Step, StepResult
@@ -37,6 +38,7 @@ __all__ = [
     "__version__",
     "connect",
     "from_bfloat16",
+    "merge_attention",
     "to_bfloat16",
     "to_torch",
 ]

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 __all__ = ["Answer", "AnswerMode", "Reduction", "RowFormat", "Selection", "Sets", "Source"]
 
-AnswerMode = Literal["ids", "scores", "rows"]
+AnswerMode = Literal["ids", "scores", "rows", "attention"]
 Reduction = Literal["sum_softmax", "max_softmax", "per_head"]
 RowFormat = Literal["f32", "f16", "bf16", "storage"]
 Source = Literal["dense", "exact", "sketch", "query_centroids"]
@@ -77,7 +77,7 @@ class Answer:
     """The tokens chosen. P positions asked for, G sets a position (see Sets), n tokens a set, R query heads a set."""
 
     counts: npt.NDArray[np.uint32]  # [P, G]: n of each set
-    ids: Sets  # uint32 [n]: cache positions, ascending
+    ids: Sets  # uint32 [n]: cache positions, ascending; of answer "attention" every set's is empty
     scores: Sets | None  # float32 [R, n]: unscaled inner products with the decoded stored keys
     keys: Sets | None  # [n, head_dim]: float32 for row format "f32" and "storage", float16, or uint16 for "bf16"
     values: Sets | None  # [n, value_dim], as keys
@@ -89,3 +89,10 @@ class Answer:
     bytes_read: int  # to choose
     always_tokens: int  # of the last position: sinks, window and tail, a set
     code_generation: int
+    # Answer "attention": over the chosen tokens, and the natural log of their sum of exp(logit); zeros and -infinity
+    # where none was chosen. float32, whatever the row format they travelled in. ctkvr.merge_attention takes both.
+    output: npt.NDArray[np.float32] | None = None  # [P, q_heads, value_dim]
+    log_sum_exp: npt.NDArray[np.float32] | None = None  # [P, q_heads]
+    # Where it was asked for: the same over everything neither chosen nor the caller's own, estimated.
+    remainder_output: npt.NDArray[np.float32] | None = None
+    remainder_log_sum_exp: npt.NDArray[np.float32] | None = None

@@ -145,6 +145,7 @@ class ClientCore:
         selection: Selection | None = None,
         centroids: int | None = None,
         list_tokens: int | None = None,
+        tokens_per_cluster: int | None = None,
         maintenance: Literal["auto", "manual"] | None = None,
         lease_seconds: int | None = None,
         fingerprint: bytes = b"",
@@ -158,7 +159,8 @@ class ClientCore:
         layers to token_limit are the model's and must be given, here or in `options`, a message that everything else
         is laid over; it has the settings that have no argument here. None leaves the server's default. format is
         "k8v4", "k8v8", "k6v4", "f32", "f16" or "bf16"; centroids and list_tokens size the index of source
-        "query_centroids". Raises NoRoom, InvalidRequest, SessionExists, NotServed.
+        "query_centroids", tokens_per_cluster (16 is a good choice) the key clusters that a remainder is estimated
+        from. Raises NoRoom, InvalidRequest, SessionExists, NotServed.
         """
         message = session_pb2.SessionOptions()
         if options is not None:
@@ -179,6 +181,8 @@ class ClientCore:
         message.selection.MergeFrom(codec.encode_selection(codec.merge_selection(selection, k, source)))
         if centroids is not None or list_tokens is not None:
             message.query_centroids.add(centroids=centroids or 0, list_tokens=list_tokens or 0)
+        if tokens_per_cluster is not None:
+            message.key_clusters.tokens_per_cluster = tokens_per_cluster
         message.fingerprint = fingerprint or message.fingerprint
         return self._open(message, session_id, timeout)
 
@@ -387,7 +391,8 @@ class SessionCore:
         k: int | None = None,
         source: Source | None = None,
         answer: AnswerMode = "rows",
-        row_format: RowFormat = "f16",
+        row_format: RowFormat | None = None,
+        remainder: bool = False,
         selection: Selection | None = None,
         local_begin: int | None = None,
         local_sinks: int = 0,
@@ -397,15 +402,17 @@ class SessionCore:
 
         queries [positions, q_heads, head_dim], or [q_heads, head_dim] for one position, post-RoPE, of the session's
         dtype; `position` is that of the first. None: they are of the last tokens the layer holds. A query at position
-        p sees positions up to p. answer: "ids", "scores" (and ids), or "rows" (keys and values too), the rows in
-        row_format; "storage" sends a quarter of the bytes, and they are decoded here. local_begin and local_sinks:
+        p sees positions up to p. answer: "ids", "scores" (and ids), "rows" (keys and values too), or "attention" over
+        the chosen tokens in place of all of them. row_format: what rows (default "f16") or attention ("f32") travel in;
+        "storage" sends a quarter of the bytes, and the rows are decoded here. remainder: estimate the attention over
+        everything else too; the session keeps key clusters for it (tokens_per_cluster). local_begin and local_sinks:
         tokens at and after, and the first so many, are attended by the caller and left out.
         Raises SessionLost, OutOfRange, BeforeIndex, RowOverflow, TooLarge, InvalidRequest.
         """
         shape = self.shape(layer)
         array = codec.query_array(shape, queries)
         merged = codec.merge_selection(selection, k, source)
-        settings = codec.QuerySettings(merged, answer, row_format, local_begin, local_sinks)
+        settings = codec.QuerySettings(merged, answer, row_format, local_begin, local_sinks, remainder)
         return self._retrieve(layer, shape, array, position, settings, timeout)
 
     def _retrieve(

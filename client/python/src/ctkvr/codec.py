@@ -12,7 +12,7 @@ import numpy.typing as npt
 import xxhash
 
 from ctkvr.answer import Answer, AnswerMode, RowFormat, Selection, Sets, Source
-from ctkvr.arrays import STORAGE, DTypeName, elements
+from ctkvr.arrays import STORAGE, DTypeName, elements, from_bfloat16
 from ctkvr.errors import ProtocolError
 from ctkvr.rows import LayerShape, RowDecoder
 from ctkvr.v1 import cache_pb2, session_pb2, tensor_pb2
@@ -234,9 +234,10 @@ class QuerySettings:
 
     selection: Selection
     answer: AnswerMode
-    row_format: RowFormat
+    row_format: RowFormat | None
     local_begin: int | None = None
     local_sinks: int = 0
+    remainder: bool = False
 
 
 def query_array(shape: LayerShape, queries: Any) -> npt.NDArray[Any]:
@@ -263,10 +264,14 @@ def encode_query(
 
 def encode_answer_options(settings: QuerySettings, known_code_generation: int) -> cache_pb2.AnswerOptions:
     """As a message."""
+    row_format = tensor_pb2.ROW_FORMAT_UNSPECIFIED
+    if settings.row_format is not None:
+        row_format = enum_value(tensor_pb2.RowFormat, "ROW_FORMAT_", settings.row_format, "row_format")
     return cache_pb2.AnswerOptions(
         mode=enum_value(cache_pb2.AnswerMode, "ANSWER_MODE_", settings.answer, "answer"),
-        row_format=enum_value(tensor_pb2.RowFormat, "ROW_FORMAT_", settings.row_format, "row_format"),
+        row_format=row_format,
         known_code_generation=known_code_generation,
+        remainder=settings.remainder,
     )
 
 
@@ -307,9 +312,12 @@ def decode_answer(message: cache_pb2.Answer, layer: int, shape: LayerShape, deco
         raise ProtocolError("INTERNAL", f"answer.counts has {len(counts)} numbers; a multiple of {sets} is expected")
     counts = counts.reshape(-1, sets)
     rows = int(counts.sum(dtype=np.int64))
-    ids = _array(message.ids, "<u4", (rows,), "ids")
+    attends = message.HasField("output")  # instead of everything a token
+    ids = Sets(
+        np.zeros_like(counts) if attends else counts, _array(message.ids, "<u4", (0 if attends else rows,), "ids")
+    )
     scores = None
-    if message.scores or rows == 0:
+    if not attends and (message.scores or rows == 0):
         scores = Sets(counts, _array(message.scores, "<f4", (rows * set_heads,), "scores"), set_heads)
     keys = values = None
     row_format: RowFormat | None = None
@@ -319,7 +327,7 @@ def decode_answer(message: cache_pb2.Answer, layer: int, shape: LayerShape, deco
         keys, values = (Sets(counts, flat) for flat in _decode_rows(message, layer, shape, decoders, heads))
     return Answer(
         counts=counts,
-        ids=Sets(counts, ids),
+        ids=ids,
         scores=scores,
         keys=keys,
         values=values,
@@ -331,7 +339,27 @@ def decode_answer(message: cache_pb2.Answer, layer: int, shape: LayerShape, deco
         bytes_read=message.bytes_read,
         always_tokens=message.always_tokens,
         code_generation=message.code_generation,
+        **{name: _part_of(message, name, len(counts), shape) for name in _PARTS},
     )
+
+
+_PARTS = ("output", "log_sum_exp", "remainder_output", "remainder_log_sum_exp")
+
+
+def _part_of(message: cache_pb2.Answer, name: str, positions: int, shape: LayerShape) -> npt.NDArray[np.float32] | None:
+    """One array of _PARTS, as float32; None: the answer has none."""
+    if not message.HasField(cast("Any", name)):
+        return None
+    tensor = getattr(message, name)
+    dims = (positions, shape.q_heads, shape.value_dim)[: 2 if name.endswith("log_sum_exp") else 3]
+    dtype = _DTYPE_NAMES.get(tensor.dtype)
+    if tuple(tensor.dims) != dims or dtype is None:
+        raise ProtocolError(
+            "INTERNAL",
+            f"answer.{name} has dims {list(tensor.dims)} of dtype {tensor.dtype}; {list(dims)} are expected",
+        )
+    found = _array(tensor.data, STORAGE[dtype], dims, name)
+    return from_bfloat16(found) if dtype == "bfloat16" else np.asarray(found, np.float32)
 
 
 def _decode_rows(

@@ -213,7 +213,8 @@ def open_stream(
     k: int | None = None,
     source: Source | None = None,
     answer: AnswerMode = "rows",
-    row_format: RowFormat = "f16",
+    row_format: RowFormat | None = None,
+    remainder: bool = False,
     selection: Selection | None = None,
     in_flight_max: int = 64,
     timeout: float | None = None,
@@ -223,5 +224,5 @@ def open_stream(
     The settings are those of retrieve(), for every step. in_flight_max bounds the messages sent and not received.
     timeout: of the stream's whole life; none by default.
     """
-    settings = codec.QuerySettings(codec.merge_selection(selection, k, source), answer, row_format)
+    settings = codec.QuerySettings(codec.merge_selection(selection, k, source), answer, row_format, remainder=remainder)
     return DecodeCore(owner if isinstance(owner, SessionCore) else None, settings, in_flight_max, timeout)
