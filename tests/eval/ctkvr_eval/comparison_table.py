@@ -178,13 +178,18 @@ def run(folder: pathlib.Path, methods: Sequence[str], budgets: Sequence[int], ev
             yield _row(folder.name, method, k, one, build_s[k], memory[k])
 
 
-def _row(trace: str, method: str, k: int, sums: Sums, build_s: float, memory: float) -> Row:
-    pairs = list(zip(sums.needles, sums.found, strict=True))
-    needles = sum(sums.needles)
+def score(sums: Sums) -> tuple[float, float]:
+    """Needle share, and that of the worst head with at least WORST_HEAD_NEEDLES."""
+    pairs = zip(sums.needles, sums.found, strict=True)
     worst = min((found / count for count, found in pairs if count >= WORST_HEAD_NEEDLES), default=float("nan"))
-    share = sum(sums.found) / needles if needles else float("nan")
+    needles = sum(sums.needles)
+    return sum(sums.found) / needles if needles else float("nan"), worst
+
+
+def _row(trace: str, method: str, k: int, sums: Sums, build_s: float, memory: float) -> Row:
+    share, worst = score(sums)
     mass, error, tokens, read = (value / sums.steps for value in (sums.mass, sums.error, sums.tokens, sums.bytes_read))
-    return Row(trace, method, k, needles, share, worst, mass, error, tokens, read, build_s, memory)
+    return Row(trace, method, k, sum(sums.needles), share, worst, mass, error, tokens, read, build_s, memory)
 
 
 def table(rows: Sequence[Row]) -> str:
