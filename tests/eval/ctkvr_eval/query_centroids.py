@@ -125,7 +125,7 @@ def nearest(queries: Floats, centroids: Floats, probes: int) -> npt.NDArray[np.i
 
 def spread(rows: Floats, count: int) -> Floats:
     """`count` of the rows, evenly."""
-    return rows[(np.arange(count) * len(rows)) // count]
+    return np.asarray(rows[(np.arange(count) * len(rows)) // count])
 
 
 def clusters(rows: Floats, count: int, weights: Floats | None = None, rounds: int = 3) -> tuple[Floats, Any]:

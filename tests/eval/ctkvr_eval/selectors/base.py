@@ -39,6 +39,7 @@ class Task:
     sinks: int = 4
     window: int = 64
     seed: int = 1
+    observe: bool = True  # Attended.chosen is wanted
 
     @property
     def free_begin(self) -> int:
@@ -60,6 +61,9 @@ class Attended:
     # keys that were chosen without being read. Values are not counted: they follow from how many tokens are chosen.
     bytes_read: npt.NDArray[np.int64]
     chosen: Chosen | None = None  # with or without the always-attended; None: not asked for, or not known
+    # [P]: the position from which on a query's tokens were always attended; None: Task.free_end, for all.
+    always_from: npt.NDArray[np.int64] | None = None
+    seconds: float | None = None  # what the answer took, where the harness's clock would say something else
 
 
 class Selector(Protocol):

@@ -68,8 +68,8 @@ def cluster_keys(keys: Floats, values: Floats, size: int = 16, segment: int = 81
             centres = np.where(empty[:, None], centres, _unit(sums))
         owner[begin : begin + segment] = base + _assign(part, centres)
         base += groups
-    present, owner = np.unique(owner, return_inverse=True)
-    counts = np.bincount(owner, minlength=len(present))
+    present, owners = np.unique(owner, return_inverse=True)
+    counts = np.bincount(owners, minlength=len(present))
     shares = counts[:, None].astype(np.float32)
     return Clusters(
         owner=np.asarray(owner, dtype=np.int64),

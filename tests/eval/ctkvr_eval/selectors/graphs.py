@@ -148,7 +148,7 @@ class RetrievalAttention:
         scored[:, self._entries[:begin]] = True
         ids[:, :begin] = self._entries[:begin]
         scores[:, :begin] = queries @ keys[self._entries[:begin]].T
-        active = np.arange(count)
+        active: Ids = np.arange(count)
         while True:
             waiting = np.where(opened[active[:, None], ids[active]], np.float32(-np.inf), scores[active])
             at_once = min(self._at_once, width)
