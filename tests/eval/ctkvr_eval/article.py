@@ -202,7 +202,7 @@ def as_factor_of_logits(logits: Floats, weights: Floats) -> Floats:
 
 def as_factor_of_shares(logits: Floats, weights: Floats) -> Floats:
     """The same on shares, which are positive."""
-    return logits + np.log(weights)
+    return np.asarray(logits + np.log(weights))
 
 
 def as_term(logits: Floats, weights: Floats) -> Floats:

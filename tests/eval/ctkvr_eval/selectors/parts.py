@@ -56,7 +56,7 @@ def logits_of(queries: Floats, keys: Floats, scale: float) -> Floats:
     """Logits [S, R, N] of queries [S, R, D] over keys [N, D]."""
     steps, heads, dim = queries.shape
     flat = queries.reshape(steps * heads, dim) @ keys.T
-    return (flat * np.float32(scale)).reshape(steps, heads, len(keys))
+    return np.asarray(flat * np.float32(scale), dtype=np.float32).reshape(steps, heads, len(keys))
 
 
 def softmax(logits: Floats) -> Floats:
