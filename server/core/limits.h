@@ -43,7 +43,7 @@ inline constexpr uint64_t kMessageBytesMax = 64ull << 20;
 
 // Slots of a worker's row cache, a layer and set: they travel in 16 bits, and one value means none.
 inline constexpr uint32_t kCacheSlotsMax = 65535;
-// Host memory for the slot tables of all sessions: 128 sessions of Llama-3-8B with 2,048 slots.
+// Host memory for the slot tables of all sessions: 90 sessions of Llama-3-8B with 2,048 slots.
 inline constexpr uint64_t kSlotTableBytesMax = 1ull << 30;
 
 // Query centroids a KV head.

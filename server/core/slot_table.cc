@@ -3,6 +3,7 @@
 #include "server/core/slot_table.h"
 
 #include <bit>
+#include <cmath>
 
 #include "kernels/base/check.h"
 #include "server/core/limits.h"
@@ -18,16 +19,19 @@ uint32_t BucketBits(uint32_t slots) { return static_cast<uint32_t>(std::bit_widt
 SlotTable::SlotTable(uint32_t sets, uint32_t slots, uint64_t first_version)
     : slots_(slots), bucket_shift_(32 - BucketBits(slots)), sets_(sets), version_(first_version) {
   CTKVR_CHECK(slots > 0 && slots <= limits::kCacheSlotsMax);
+  taken_.reserve(slots);
   for (Set& set : sets_) {
     set.slots.resize(slots);
     set.buckets.resize(size_t{1} << BucketBits(slots));
+    set.heap.resize(slots);
     Clear(set);
   }
 }
 
 size_t SlotTableBytes(uint32_t sets, uint32_t slots) {
-  constexpr size_t kSlotBytes = 12, kBucketBytes = 2;
-  return sets * (slots * kSlotBytes + (size_t{1} << BucketBits(slots)) * kBucketBytes);
+  constexpr size_t kSlotBytes = 16, kNumberBytes = 2;
+  return sets * (slots * (kSlotBytes + kNumberBytes) + (size_t{1} << BucketBits(slots)) * kNumberBytes) +
+         slots * kNumberBytes;
 }
 
 void SlotTable::Begin(const RowKind& kind, uint64_t version) {
@@ -50,25 +54,30 @@ bool SlotTable::Place(uint32_t set_index, std::span<const uint32_t> tokens, uint
       missing.push_back(i);
       continue;
     }
-    set.slots[slot].answer = answer_;
-    Unlink(set, slot);
-    LinkNewest(set, slot);
+    Choose(set.slots[slot]);
+    Sink(set, set.slots[slot].place);
   }
-  for (uint32_t i : missing) {
-    const uint16_t slot = set.oldest;
-    if (set.slots[slot].answer == answer_) {
-      Reset();
-      return false;
-    }
+  taken_.clear();
+  uint32_t placed = 0;
+  while (placed < missing.size() && !set.heap.empty()) {
+    const uint16_t slot = TakeFirst(set);
+    taken_.push_back(slot);
+    // Tokens of this very answer stay, however rarely they were chosen before.
+    if (set.slots[slot].answer == answer_) continue;
     if (set.slots[slot].answer != 0) Erase(set, slot);
+    const uint32_t i = missing[placed++];
     set.slots[slot].token = tokens[i];
     set.slots[slot].answer = answer_;
+    set.slots[slot].lead = 0;
     Insert(set, slot);
-    Unlink(set, slot);
-    LinkNewest(set, slot);
     slots[i] = slot;
   }
-  return true;
+  for (uint16_t slot : taken_) {
+    set.heap.push_back(slot);
+    Rise(set, static_cast<uint32_t>(set.heap.size() - 1));
+  }
+  if (placed < missing.size()) Reset();
+  return placed == missing.size();
 }
 
 void SlotTable::Truncate(uint32_t length) {
@@ -78,8 +87,8 @@ void SlotTable::Truncate(uint32_t length) {
       if (set.slots[slot].answer == 0 || set.slots[slot].token < length) continue;
       Erase(set, slot);
       set.slots[slot].answer = 0;
-      Unlink(set, slot);
-      LinkOldest(set, slot);
+      set.slots[slot].lead = 0;
+      Rise(set, set.slots[slot].place);
     }
   }
 }
@@ -90,12 +99,57 @@ void SlotTable::Reset() {
 }
 
 void SlotTable::Clear(Set& set) {
-  set.newest = set.oldest = kNone;
   for (uint16_t& bucket : set.buckets) bucket = kNone;
+  set.heap.resize(slots_);
   for (uint32_t slot = 0; slot < slots_; ++slot) {
     set.slots[slot] = Slot();
-    LinkOldest(set, static_cast<uint16_t>(slot));
+    Put(set, slot, static_cast<uint16_t>(slot));
   }
+}
+
+// count <- 1 + count * 2^(-age / kHalfLife), in the log domain.
+void SlotTable::Choose(Slot& slot) const {
+  const float lead_now = slot.lead - static_cast<float>(answer_ - slot.answer);
+  slot.lead = kHalfLife * std::log2(1 + std::exp2(lead_now / kHalfLife));
+  slot.answer = answer_;
+}
+
+bool SlotTable::Before(const Set& set, uint16_t slot, uint16_t other) {
+  const double key = set.slots[slot].Key(), other_key = set.slots[other].Key();
+  return key != other_key ? key < other_key : slot < other;
+}
+
+void SlotTable::Put(Set& set, uint32_t place, uint16_t slot) {
+  set.heap[place] = slot;
+  set.slots[slot].place = static_cast<uint16_t>(place);
+}
+
+void SlotTable::Rise(Set& set, uint32_t place) {
+  const uint16_t slot = set.heap[place];
+  while (place > 0 && Before(set, slot, set.heap[(place - 1) / 2])) {
+    Put(set, place, set.heap[(place - 1) / 2]);
+    place = (place - 1) / 2;
+  }
+  Put(set, place, slot);
+}
+
+void SlotTable::Sink(Set& set, uint32_t place) {
+  const uint16_t slot = set.heap[place];
+  for (uint32_t child = 2 * place + 1; child < set.heap.size(); child = 2 * place + 1) {
+    if (child + 1 < set.heap.size() && Before(set, set.heap[child + 1], set.heap[child])) ++child;
+    if (!Before(set, set.heap[child], slot)) break;
+    Put(set, place, set.heap[child]);
+    place = child;
+  }
+  Put(set, place, slot);
+}
+
+uint16_t SlotTable::TakeFirst(Set& set) {
+  const uint16_t slot = set.heap.front();
+  Put(set, 0, set.heap.back());
+  set.heap.pop_back();
+  if (!set.heap.empty()) Sink(set, 0);
+  return slot;
 }
 
 // Fibonacci hashing: the high bits of a product with 2^32 / golden ratio spread neighbouring tokens.
@@ -128,28 +182,6 @@ void SlotTable::Erase(Set& set, uint16_t slot) {
     gap = bucket;
   }
   set.buckets[gap] = kNone;
-}
-
-void SlotTable::Unlink(Set& set, uint16_t slot) {
-  const Slot& entry = set.slots[slot];
-  (entry.newer == kNone ? set.newest : set.slots[entry.newer].older) = entry.older;
-  (entry.older == kNone ? set.oldest : set.slots[entry.older].newer) = entry.newer;
-}
-
-void SlotTable::LinkNewest(Set& set, uint16_t slot) {
-  Slot& entry = set.slots[slot];
-  entry.newer = kNone;
-  entry.older = set.newest;
-  (set.newest == kNone ? set.oldest : set.slots[set.newest].newer) = slot;
-  set.newest = slot;
-}
-
-void SlotTable::LinkOldest(Set& set, uint16_t slot) {
-  Slot& entry = set.slots[slot];
-  entry.older = kNone;
-  entry.newer = set.oldest;
-  (set.oldest == kNone ? set.newest : set.slots[set.oldest].older) = slot;
-  set.oldest = slot;
 }
 
 }  // namespace ctkvr

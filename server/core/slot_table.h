@@ -1,8 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // Which token's row lies in which slot of the worker's row cache: one layer of one session, `slots` slots for each of
-// its sets (a KV head; a query head under per_head). The server decides and the worker obeys. The least recently chosen
-// token leaves first.
+// its sets (a KV head; a query head under per_head). The server decides and the worker obeys.
+//
+// The token chosen least often of late leaves first: each choice since a token came counts 2^(-age / kHalfLife), age in
+// answers. Rows that this sends, as a share of the chosen ones (exact top 256, 2,048 slots, 1,024 steps of the
+// 8,192-token traces of SmolLM2-135M, means over layers; "best" knows the future):
+//
+//                least recently   half-life 16   32      48      64      best
+//     records    0.090            0.078          0.071   0.070   0.070   0.047
+//     code       0.058            0.054          0.051   0.052   0.055   0.032
+//     prose      0.065            0.062          0.064   0.065   0.067   0.037
+//
+// Counting choices from before a token last left sends more on records (0.072), less on prose (0.062).
 //
 // Every answer gives the cache a new version, which the worker hands back with its next query of the layer. A worker
 // that comes with any other version (it lost an answer, restarted, is another worker) starts from empty tables, and its
@@ -59,32 +69,40 @@ class SlotTable {
 
  private:
   static constexpr uint16_t kNone = 0xffff;
+  static constexpr float kHalfLife = 48;  // answers
   struct Slot {
     uint32_t token = 0;
     uint32_t answer = 0;  // the last one that chose it; 0: empty
-    // Neighbours in the order of use; kNone at the ends.
-    uint16_t newer = kNone;
-    uint16_t older = kNone;
+    // kHalfLife * log2 of its decayed count of choices at that answer. The count falls to 1 at answer + lead, and so
+    // the earliest answer + lead has the lowest count at any time.
+    float lead = 0;
+    uint16_t place = 0;  // in the heap
+
+    double Key() const { return static_cast<double>(answer) + static_cast<double>(lead); }
   };
   struct Set {
     std::vector<Slot> slots;
     std::vector<uint16_t> buckets;  // open addressing, linear probing; kNone where empty
-    uint16_t newest = kNone;
-    uint16_t oldest = kNone;
+    std::vector<uint16_t> heap;     // slots, the one to leave first on top
   };
 
   void Clear(Set& set);
+  void Choose(Slot& slot) const;
+  // Slots to leave first come up, to the top of the heap.
+  static bool Before(const Set& set, uint16_t slot, uint16_t other);
+  static void Put(Set& set, uint32_t place, uint16_t slot);
+  static void Rise(Set& set, uint32_t place);
+  static void Sink(Set& set, uint32_t place);
+  static uint16_t TakeFirst(Set& set);
   uint32_t Bucket(uint32_t token) const;
   uint16_t Find(const Set& set, uint32_t token) const;
   void Insert(Set& set, uint16_t slot);
   void Erase(Set& set, uint16_t slot);
-  void Unlink(Set& set, uint16_t slot);
-  void LinkNewest(Set& set, uint16_t slot);
-  void LinkOldest(Set& set, uint16_t slot);
 
   const uint32_t slots_;
   const uint32_t bucket_shift_;
   std::vector<Set> sets_;
+  std::vector<uint16_t> taken_;  // off the heap while tokens find their places
   RowKind kind_;
   uint64_t version_;
   uint32_t answer_ = 0;

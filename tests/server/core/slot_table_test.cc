@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Slot tables against a plain model: a list in the order of use, and a worker that obeys.
+// Slot tables against a plain model: every choice of a token remembered and weighed anew, and a worker that obeys.
 
 #include "server/core/slot_table.h"
 
@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <list>
+#include <cmath>
 #include <map>
 #include <random>
 #include <set>
@@ -36,7 +36,7 @@ Placed Place(SlotTable& table, uint32_t set, const std::vector<uint32_t>& tokens
 // The next answer to the worker that has all before it.
 void Begin(SlotTable& table) { table.Begin({.sets = table.sets()}, table.version()); }
 
-TEST(SlotTableTest, ATokenStaysInItsSlotUntilItIsTheLeastRecentlyChosen) {
+TEST(SlotTableTest, ATokenStaysInItsSlotUntilItIsTheLeastOftenChosen) {
   SlotTable table(1, 4, 100);
   Begin(table);
   const Placed first = Place(table, 0, {10, 20, 30, 40});
@@ -49,6 +49,26 @@ TEST(SlotTableTest, ATokenStaysInItsSlotUntilItIsTheLeastRecentlyChosen) {
   EXPECT_EQ(second.slots[2], first.slots[0]) << "10 and 40 are equally old; the lower was placed first";
   Begin(table);
   EXPECT_THAT(Place(table, 0, {40}).missing, IsEmpty());
+}
+
+TEST(SlotTableTest, ATokenChosenOftenOutlivesOneChosenLastUntilItsCountHasDecayed) {
+  const auto often_leaves_after = [](uint32_t pause) {
+    SlotTable table(1, 2, 100);
+    for (int i = 0; i < 4; ++i) {
+      Begin(table);
+      Place(table, 0, {7});
+    }
+    for (uint32_t i = 0; i < pause; ++i) Begin(table);
+    Place(table, 0, {8});
+    Begin(table);
+    Place(table, 0, {9});
+    Begin(table);
+    return !Place(table, 0, {7}).missing.empty();
+  };
+  // The count is a little under 4 at its last choice; 2 half-lives of 48 answers bring it below 1.
+  EXPECT_FALSE(often_leaves_after(1));
+  EXPECT_FALSE(often_leaves_after(85));
+  EXPECT_TRUE(often_leaves_after(97));
 }
 
 TEST(SlotTableTest, PositionsOfOneAnswerDoNotTakeEachOthersSlots) {
@@ -100,52 +120,70 @@ TEST(SlotTableTest, NoVersionIsThatOfAnEmptyCache) {
 }
 
 TEST(SlotTableTest, BytesAreWhatTheVectorsHold) {
-  // 12 bytes a slot, 2 a bucket, the buckets a power of two of at least twice the slots.
-  EXPECT_EQ(SlotTableBytes(1, 1), 12u + 2 * 2);
-  EXPECT_EQ(SlotTableBytes(3, 2048), 3u * (2048 * 12 + 4096 * 2));
-  EXPECT_EQ(SlotTableBytes(1, limits::kCacheSlotsMax), size_t{limits::kCacheSlotsMax} * 12 + 131072 * 2);
+  // 16 bytes a slot and 2 in the heap; 2 a bucket, a power of two of at least twice the slots; 2 a slot for all sets.
+  EXPECT_EQ(SlotTableBytes(1, 1), 18u + 2 * 2 + 2);
+  EXPECT_EQ(SlotTableBytes(3, 2048), 3u * (2048 * 18 + 4096 * 2) + 2048 * 2);
+  EXPECT_EQ(SlotTableBytes(1, limits::kCacheSlotsMax), size_t{limits::kCacheSlotsMax} * 20 + 131072 * 2);
 }
 
-// The model: tokens of one set, the most recently chosen first, and what a worker holds in each slot.
+// The model: when each token held was chosen since it came, and what a worker holds in each slot.
 class Model {
  public:
   explicit Model(uint32_t slots) : slots_(slots) {}
 
-  void Check(const std::vector<uint32_t>& tokens, const Placed& placed) {
+  void Check(uint32_t answer, const std::vector<uint32_t>& tokens, const Placed& placed) {
     std::set<uint32_t> expected;
     for (uint32_t i = 0; i < tokens.size(); ++i) {
-      if (std::find(order_.begin(), order_.end(), tokens[i]) == order_.end()) expected.insert(i);
+      if (choices_.count(tokens[i]) == 0) expected.insert(i);
     }
     ASSERT_EQ(std::set<uint32_t>(placed.missing.begin(), placed.missing.end()), expected);
-    for (uint32_t i : placed.missing) worker_[placed.slots[i]] = tokens[i];
-    for (uint32_t i = 0; i < tokens.size(); ++i) ASSERT_EQ(worker_[placed.slots[i]], tokens[i]);
-    for (uint32_t i = 0; i < tokens.size(); ++i) {
-      if (expected.count(i) == 0) Touch(tokens[i]);
+    const std::map<uint32_t, double> counts = Unchosen(answer, tokens);
+    double most_gone = 0;
+    for (uint32_t i : placed.missing) {
+      const auto held = worker_.find(placed.slots[i]);
+      if (held != worker_.end() && choices_.count(held->second) > 0) {
+        const uint32_t gone = held->second;
+        ASSERT_EQ(std::count(tokens.begin(), tokens.end(), gone), 0) << "a chosen token left";
+        most_gone = std::max(most_gone, counts.at(gone));
+        choices_.erase(gone);
+      }
+      worker_[placed.slots[i]] = tokens[i];
     }
-    for (uint32_t i : expected) Touch(tokens[i]);
-    while (order_.size() > slots_) order_.pop_back();
+    for (uint32_t i = 0; i < tokens.size(); ++i) ASSERT_EQ(worker_[placed.slots[i]], tokens[i]);
+    for (const auto& [token, count] : counts) {
+      if (choices_.count(token) == 0) continue;
+      ASSERT_GE(count, most_gone * 0.999) << token << " stays, and one of a greater count left";
+    }
+    for (uint32_t token : tokens) choices_[token].push_back(answer);
+    ASSERT_LE(choices_.size(), slots_);
+    ASSERT_TRUE(most_gone == 0 || choices_.size() == slots_) << "a token left while a slot was free";
   }
   void Truncate(uint32_t length) {
-    order_.remove_if([&](uint32_t token) { return token >= length; });
+    choices_.erase(choices_.lower_bound(length), choices_.end());
+    std::erase_if(worker_, [&](const auto& held) { return held.second >= length; });
   }
   void Clear() {
-    order_.clear();
+    choices_.clear();
     worker_.clear();
   }
 
  private:
-  void Touch(uint32_t token) {
-    order_.remove(token);
-    order_.push_front(token);
+  std::map<uint32_t, double> Unchosen(uint32_t answer, const std::vector<uint32_t>& tokens) const {
+    std::map<uint32_t, double> counts;
+    for (const auto& [token, answers] : choices_) {
+      if (std::find(tokens.begin(), tokens.end(), token) != tokens.end()) continue;
+      for (uint32_t chosen : answers) counts[token] += std::exp2(-(static_cast<double>(answer) - chosen) / 48);
+    }
+    return counts;
   }
   const uint32_t slots_;
-  std::list<uint32_t> order_;
+  std::map<uint32_t, std::vector<uint32_t>> choices_;
   std::map<uint16_t, uint32_t> worker_;
 };
 
 class SlotTableModelTest : public ::testing::TestWithParam<uint32_t> {};
 
-TEST_P(SlotTableModelTest, AgreesWithAListInTheOrderOfUse) {
+TEST_P(SlotTableModelTest, AgreesWithCountsOfEveryChoice) {
   const uint32_t slots = GetParam();
   for (uint32_t seed = 1; seed <= 4; ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
@@ -170,7 +208,7 @@ TEST_P(SlotTableModelTest, AgreesWithAListInTheOrderOfUse) {
         const std::vector<uint32_t> tokens(chosen.begin(), chosen.end());
         const Placed placed = Place(table, set, tokens);
         ASSERT_TRUE(placed.ok);
-        models[set].Check(tokens, placed);
+        models[set].Check(step, tokens, placed);
         if (HasFatalFailure()) return;
       }
     }
