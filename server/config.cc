@@ -2,264 +2,205 @@
 
 #include "server/config.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <cstdlib>
-#include <fstream>
 #include <thread>
 
-#include "absl/flags/flag.h"
-#include "absl/flags/reflection.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "kernels/base/status_macros.h"
-#include "server/core/limits.h"
-
-ABSL_FLAG(std::string, listen_address, "127.0.0.1:7420",
-          "Address for gRPC: host:port, [ip6]:port or unix:/path. Port 0 takes a free one.");
-ABSL_FLAG(std::string, metrics_address, "127.0.0.1:9464",
-          "Address of the /metrics page over HTTP. Port 0 takes a free one; empty switches the page off.");
-ABSL_FLAG(bool, allow_plaintext, false,
-          "Listen without encryption or authentication on an address that other machines can reach.");
-ABSL_FLAG(std::string, backend, "auto", "What computes: auto, cpu, cpu:portable, cpu:avx2 or cpu:avx512.");
-ABSL_FLAG(uint32_t, lanes, 0, "Threads that own sessions and work on them. 0: one for each processor.");
-ABSL_FLAG(ctkvr::ByteSize, arena_bytes, ctkvr::ByteSize{0},
-          "Memory for all sessions, admitted when they open. 0: half of the memory this process may use.");
-ABSL_FLAG(ctkvr::ByteSize, scratch_bytes, ctkvr::ByteSize{uint64_t{256} << 20},
-          "Memory of each lane for the intermediate results of a batch.");
-ABSL_FLAG(uint32_t, queue_items_max, ctkvr::limits::kQueueItemsDefault,
-          "Calls that may wait for a lane; more are refused with RESOURCE_EXHAUSTED.");
-ABSL_FLAG(uint32_t, sessions_max, ctkvr::limits::kSessionsMax, "Sessions that may be open at a time.");
-ABSL_FLAG(std::string, log_level, "info", "Least level that is logged: debug, info, warning, error or off.");
-ABSL_FLAG(std::string, log_format, "text", "Form of log lines on stderr: text or json.");
-ABSL_FLAG(bool, access_log, true, "Log one line for each call.");
-ABSL_FLAG(uint32_t, drain_seconds, 25, "Time that running calls have to finish after SIGTERM or SIGINT.");
-ABSL_FLAG(std::string, ready_file, "",
-          "File that receives the addresses taken, as JSON, once the server serves. Empty: none.");
 
 namespace ctkvr {
 namespace {
 
-constexpr uint64_t kKibi = 1024;
-constexpr uint64_t kScratchBytesMin = uint64_t{1} << 20;
-constexpr uint64_t kArenaBytesMin = uint64_t{1} << 20;
-constexpr uint32_t kDrainSecondsMax = 3600;
-constexpr uint32_t kQueueItemsMax = 1u << 20;
+constexpr char kConfigFlag[] = "config";
+constexpr char kConfigVariable[] = "CTKVR_CONFIG";
 
-// The one table of names and units. Defaults and texts stand with the flags above.
-struct FlagRow {
-  const char* name;
-  const char* unit;
+struct ActionFlag {
+  const char* flag;
+  Action action;
 };
-constexpr std::array<FlagRow, 14> kFlags = {{{"listen_address", "address"},
-                                             {"metrics_address", "address"},
-                                             {"allow_plaintext", "true or false"},
-                                             {"backend", "name"},
-                                             {"lanes", "threads"},
-                                             {"arena_bytes", "bytes, or with KiB, MiB, GiB, TiB"},
-                                             {"scratch_bytes", "bytes, or with KiB, MiB, GiB, TiB"},
-                                             {"queue_items_max", "calls a lane"},
-                                             {"sessions_max", "sessions"},
-                                             {"log_level", "name"},
-                                             {"log_format", "name"},
-                                             {"access_log", "true or false"},
-                                             {"drain_seconds", "seconds"},
-                                             {"ready_file", "path"}}};
+constexpr std::array<ActionFlag, 5> kActions = {{{"help", Action::kPrintHelp},
+                                                 {"h", Action::kPrintHelp},
+                                                 {"version", Action::kPrintVersion},
+                                                 {"check_config", Action::kCheckConfig},
+                                                 {"print_config", Action::kPrintConfig}}};
 
-std::string EnvironmentName(const std::string& flag) { return "CTKVR_" + absl::AsciiStrToUpper(flag); }
+// A setting as the command line gives it.
+struct Given {
+  const Setting* setting;
+  std::string text;
+  std::string given_as;
+};
 
-absl::CommandLineFlag* FindFlag(const std::string& name) {
-  const bool known = std::any_of(kFlags.begin(), kFlags.end(), [&](const FlagRow& row) { return name == row.name; });
-  return known ? absl::FindCommandLineFlag(name) : nullptr;
+struct CommandLine {
+  Action action = Action::kServe;
+  std::string config;  // empty: none
+  std::vector<Given> given;
+};
+
+absl::Status Unknown(const std::string& argument, const std::string& name) {
+  const std::string nearest = NearestName(name, {kConfigFlag, "help", "version", "check_config", "print_config"});
+  return absl::InvalidArgumentError("\"" + argument + "\" is no flag of ctkvrd; did you mean --" + nearest +
+                                    "? See --help");
 }
 
-// `given_as` is how the user wrote it, for the text.
-absl::Status SetFlag(absl::CommandLineFlag& flag, const std::string& value, const std::string& given_as) {
-  std::string error;
-  if (flag.ParseFrom(value, &error)) return absl::OkStatus();
-  return absl::InvalidArgumentError(given_as + " is \"" + value + "\"; that cannot be read" +
-                                    (error.empty() ? "" : ": " + error));
-}
+// Reads --name=value, --name value, --name and --noname. Values are looked at later, when the file was read.
+class CommandLineReader {
+ public:
+  explicit CommandLineReader(const std::vector<std::string>& arguments) : arguments_(arguments) {}
 
-absl::Status ReadEnvironment() {
-  for (const FlagRow& row : kFlags) {
-    const std::string name = EnvironmentName(row.name);
-    if (const char* value = std::getenv(name.c_str())) CTKVR_RETURN_IF_ERROR(SetFlag(*FindFlag(row.name), value, name));
-  }
-  return absl::OkStatus();
-}
-
-// Abseil's own parser ends the process with 1 on --help and on errors and would print flags of libraries too; this
-// one reads --name=value, --name value, --name and --noname, and leaves the values to Abseil.
-absl::Status ReadFlags(const std::vector<std::string>& arguments, ParsedArguments* parsed) {
-  for (size_t i = 0; i < arguments.size(); ++i) {
-    const std::string& argument = arguments[i];
-    if (argument == "--help" || argument == "-h") parsed->help = true;
-    if (argument == "--version") parsed->version = true;
-    if (parsed->help || parsed->version) return absl::OkStatus();
-    if (!argument.starts_with("--")) return absl::InvalidArgumentError("\"" + argument + "\" is no flag; see --help");
-    const size_t equals = argument.find('=');
-    const std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
-    absl::CommandLineFlag* flag = FindFlag(name);
-    absl::CommandLineFlag* negated = name.starts_with("no") ? FindFlag(name.substr(2)) : nullptr;
-    if (flag != nullptr && equals != std::string::npos) {
-      CTKVR_RETURN_IF_ERROR(SetFlag(*flag, argument.substr(equals + 1), "--" + name));
-    } else if (flag != nullptr && flag->IsOfType<bool>()) {
-      CTKVR_RETURN_IF_ERROR(SetFlag(*flag, "true", "--" + name));
-    } else if (flag != nullptr && i + 1 < arguments.size()) {
-      CTKVR_RETURN_IF_ERROR(SetFlag(*flag, arguments[++i], "--" + name));
-    } else if (flag != nullptr) {
-      return absl::InvalidArgumentError("--" + name + " has no value");
-    } else if (negated != nullptr && negated->IsOfType<bool>() && equals == std::string::npos) {
-      CTKVR_RETURN_IF_ERROR(SetFlag(*negated, "false", "--" + name));
-    } else {
-      return absl::InvalidArgumentError("\"" + argument + "\" is no flag of ctkvrd; see --help");
+  absl::StatusOr<CommandLine> Read() {
+    for (; next_ < arguments_.size(); ++next_) {
+      CTKVR_RETURN_IF_ERROR(ReadFlag(arguments_[next_]));
+      if (line_.action == Action::kPrintHelp || line_.action == Action::kPrintVersion) break;
     }
+    return std::move(line_);
   }
-  return absl::OkStatus();
-}
 
-absl::Status CheckRange(const std::string& flag, uint64_t value, uint64_t least, uint64_t most) {
-  if (value >= least && value <= most) return absl::OkStatus();
-  return absl::InvalidArgumentError(flag + " is " + std::to_string(value) + "; it must be " + std::to_string(least) +
-                                    " to " + std::to_string(most));
-}
+ private:
+  absl::Status ReadFlag(const std::string& argument) {
+    if (argument != "-h" && !argument.starts_with("--")) {
+      return absl::InvalidArgumentError("\"" + argument + "\" is no flag; see --help");
+    }
+    const size_t equals = argument.find('=');
+    has_value_ = equals != std::string::npos;
+    std::string name = argument.substr(0, equals).substr(argument == "-h" ? 1 : 2);
+    std::replace(name.begin(), name.end(), '-', '_');
+    value_ = has_value_ ? argument.substr(equals + 1) : "";
+    for (const ActionFlag& row : kActions) {
+      if (name == row.flag && !has_value_) return TakeAction(row.action);
+    }
+    if (name == kConfigFlag) {
+      CTKVR_RETURN_IF_ERROR(TakeValue(name));
+      line_.config = value_;
+      return absl::OkStatus();
+    }
+    return ReadSetting(argument, name);
+  }
 
-absl::Status CheckPlaintext(const std::string& flag, const std::string& address) {
-  if (absl::GetFlag(FLAGS_allow_plaintext) || IsLoopback(address)) return absl::OkStatus();
+  absl::Status TakeAction(Action action) {
+    line_.action = action;
+    return absl::OkStatus();
+  }
+
+  absl::Status TakeValue(const std::string& name) {
+    if (has_value_) return absl::OkStatus();
+    if (next_ + 1 == arguments_.size()) return absl::InvalidArgumentError("--" + name + " has no value");
+    value_ = arguments_[++next_];
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadSetting(const std::string& argument, const std::string& name) {
+    const Setting* setting = FindSetting(name);
+    const Setting* negated = name.starts_with("no") && !has_value_ ? FindSetting(name.substr(2)) : nullptr;
+    if (setting == nullptr && negated != nullptr && negated->is_bool()) {
+      line_.given.push_back({negated, "false", "--" + name});
+      return absl::OkStatus();
+    }
+    if (setting == nullptr) return Unknown(argument, name);
+    if (setting->is_bool() && !has_value_) {
+      value_ = "true";
+    } else {
+      CTKVR_RETURN_IF_ERROR(TakeValue(name));
+    }
+    line_.given.push_back({setting, value_, "--" + name});
+    return absl::OkStatus();
+  }
+
+  const std::vector<std::string>& arguments_;
+  size_t next_ = 0;
+  bool has_value_ = false;  // of the flag that is read
+  std::string value_;
+  CommandLine line_;
+};
+
+absl::Status CheckPlaintext(const Values& values, const std::string& name, const std::string& address) {
+  if (values.allow_plaintext || IsLoopback(address)) return absl::OkStatus();
   return absl::InvalidArgumentError(
-      flag + " is " + address +
+      name + " is " + address +
       ", which other machines can reach, and this version neither encrypts nor authenticates connections. Listen on "
       "127.0.0.1, or give --allow_plaintext where the network itself is trusted.");
 }
 
-absl::Status CheckAddress(const std::string& flag, const std::string& address) {
+absl::Status CheckAddress(const Values& values, const std::string& name, const std::string& address) {
   if (address.starts_with("unix:")) return absl::OkStatus();
   const size_t colon = address.rfind(':');
   uint32_t port = 0;
   if (colon == std::string::npos || colon == 0 || !absl::SimpleAtoi(address.substr(colon + 1), &port) || port > 65535) {
-    return absl::InvalidArgumentError(flag + " is \"" + address + "\"; it must be host:port with a port of 0 to 65535");
+    return absl::InvalidArgumentError(name + " is \"" + address + "\"; it must be host:port with a port of 0 to 65535");
   }
-  return CheckPlaintext(flag, address);
+  return CheckPlaintext(values, name, address);
 }
 
-absl::Status ReadLogOptions(obs::LogOptions* log) {
-  const std::string level = absl::GetFlag(FLAGS_log_level);
-  const std::string format = absl::GetFlag(FLAGS_log_format);
-  const auto parsed_level = obs::ParseLogLevel(level);
-  const auto parsed_format = obs::ParseLogFormat(format);
-  if (!parsed_level) {
-    return absl::InvalidArgumentError("log_level is \"" + level + "\"; it must be debug, info, warning, error or off");
+EngineOptions MakeEngineOptions(const Values& values) {
+  const uint32_t processors = std::clamp(std::thread::hardware_concurrency(), 1u, kLanesMax);
+  const uint64_t arena_least = FindSetting("arena_bytes")->least;
+  EngineOptions options;
+  options.lanes = values.lanes == 0 ? processors : static_cast<uint32_t>(values.lanes);
+  options.arena_bytes = values.arena_bytes == 0 ? std::max(UsableMemoryBytes() / 2, arena_least) : values.arena_bytes;
+  options.scratch_bytes = values.scratch_bytes;
+  options.queue_items_max = static_cast<uint32_t>(values.queue_items_max);
+  options.sessions_max = static_cast<uint32_t>(values.sessions_max);
+  return options;
+}
+
+absl::StatusOr<Config> MakeConfig(const Values& values) {
+  CTKVR_RETURN_IF_ERROR(CheckAddress(values, "listen_address", values.listen_address));
+  if (!values.metrics_address.empty()) {
+    CTKVR_RETURN_IF_ERROR(CheckAddress(values, "metrics_address", values.metrics_address));
   }
-  if (!parsed_format) return absl::InvalidArgumentError("log_format is \"" + format + "\"; it must be text or json");
-  log->level = *parsed_level;
-  log->format = *parsed_format;
-  log->access = absl::GetFlag(FLAGS_access_log);
-  return absl::OkStatus();
-}
-
-absl::Status ReadEngineOptions(EngineOptions* options) {
-  const uint64_t memory = UsableMemoryBytes();
-  const uint32_t processors = std::max(1u, std::thread::hardware_concurrency());
-  const uint32_t lanes = absl::GetFlag(FLAGS_lanes);
-  const uint64_t arena = absl::GetFlag(FLAGS_arena_bytes).bytes;
-  options->lanes = lanes == 0 ? std::min(processors, kLanesMax) : lanes;
-  options->arena_bytes = arena == 0 ? std::max(memory / 2, kArenaBytesMin) : arena;
-  options->scratch_bytes = absl::GetFlag(FLAGS_scratch_bytes).bytes;
-  options->queue_items_max = absl::GetFlag(FLAGS_queue_items_max);
-  options->sessions_max = absl::GetFlag(FLAGS_sessions_max);
-  CTKVR_RETURN_IF_ERROR(CheckRange("lanes", options->lanes, 1, kLanesMax));
-  CTKVR_RETURN_IF_ERROR(CheckRange("arena_bytes", options->arena_bytes, kArenaBytesMin, memory));
-  CTKVR_RETURN_IF_ERROR(CheckRange("scratch_bytes", options->scratch_bytes, kScratchBytesMin, memory));
-  CTKVR_RETURN_IF_ERROR(CheckRange("queue_items_max", options->queue_items_max, 1, kQueueItemsMax));
-  return CheckRange("sessions_max", options->sessions_max, 1, limits::kSessionsMax);
-}
-
-absl::Status ReadConfig(Config* config) {
-  config->listen_address = absl::GetFlag(FLAGS_listen_address);
-  config->metrics_address = absl::GetFlag(FLAGS_metrics_address);
-  config->backend = absl::GetFlag(FLAGS_backend);
-  config->drain = std::chrono::seconds(absl::GetFlag(FLAGS_drain_seconds));
-  config->ready_file = absl::GetFlag(FLAGS_ready_file);
-  CTKVR_RETURN_IF_ERROR(CheckAddress("listen_address", config->listen_address));
-  if (!config->metrics_address.empty()) {
-    CTKVR_RETURN_IF_ERROR(CheckAddress("metrics_address", config->metrics_address));
-  }
-  CTKVR_RETURN_IF_ERROR(CheckRange("drain_seconds", static_cast<uint64_t>(config->drain.count()), 0, kDrainSecondsMax));
-  CTKVR_RETURN_IF_ERROR(ReadLogOptions(&config->log));
-  return ReadEngineOptions(&config->engine);
-}
-
-// 0: none, or none that can be read.
-uint64_t ReadLimitFile(const char* path) {
-  uint64_t bytes = 0;
-  std::ifstream file(path);
-  return file >> bytes ? bytes : 0;
+  Config config;
+  config.listen_address = values.listen_address;
+  config.metrics_address = values.metrics_address;
+  config.backend = values.backend;
+  config.engine = MakeEngineOptions(values);
+  config.log.level = obs::ParseLogLevel(values.log_level).value();  // settings.h lets no other name through
+  config.log.format = obs::ParseLogFormat(values.log_format).value();
+  config.log.access = values.access_log;
+  config.drain = std::chrono::seconds(values.drain_seconds);
+  config.ready_file = values.ready_file;
+  return config;
 }
 
 }  // namespace
 
-bool AbslParseFlag(absl::string_view text, ByteSize* size, std::string* error) {
-  const std::string trimmed(absl::StripAsciiWhitespace(text));
-  const size_t digits = std::min(trimmed.find_first_not_of("0123456789."), trimmed.size());
-  const std::string suffix(absl::StripAsciiWhitespace(trimmed.substr(digits)));
-  uint64_t unit = 0;
-  if (suffix.empty() || suffix == "B") unit = 1;
-  if (suffix == "KiB") unit = kKibi;
-  if (suffix == "MiB") unit = kKibi * kKibi;
-  if (suffix == "GiB") unit = kKibi * kKibi * kKibi;
-  if (suffix == "TiB") unit = kKibi * kKibi * kKibi * kKibi;
-  double number = 0;
-  const bool whole = absl::SimpleAtoi(trimmed.substr(0, digits), &size->bytes);
-  if (unit == 1 && whole) return true;
-  if (unit <= 1 || !absl::SimpleAtod(trimmed.substr(0, digits), &number)) {
-    *error = "a size is a whole number of bytes, or a number with KiB, MiB, GiB or TiB behind it";
-    return false;
-  }
-  if (number * static_cast<double>(unit) >= 0x1p63) {
-    *error = "a size is below 2^63 bytes";
-    return false;
-  }
-  size->bytes = whole ? size->bytes * unit : static_cast<uint64_t>(std::llround(number * static_cast<double>(unit)));
-  return true;
-}
-
-std::string AbslUnparseFlag(ByteSize size) {
-  constexpr std::array<const char*, 4> kSuffixes = {"KiB", "MiB", "GiB", "TiB"};
-  uint64_t number = size.bytes;
-  const char* suffix = "";
-  for (const char* next : kSuffixes) {
-    if (number == 0 || number % kKibi != 0) break;
-    number /= kKibi;
-    suffix = next;
-  }
-  return std::to_string(number) + suffix;
-}
-
 absl::StatusOr<ParsedArguments> ParseArguments(const std::vector<std::string>& arguments) {
-  ParsedArguments parsed;
-  CTKVR_RETURN_IF_ERROR(ReadEnvironment());
-  CTKVR_RETURN_IF_ERROR(ReadFlags(arguments, &parsed));
-  if (!parsed.help && !parsed.version) CTKVR_RETURN_IF_ERROR(ReadConfig(&parsed.config));
+  CTKVR_ASSIGN_OR_RETURN(CommandLine line, CommandLineReader(arguments).Read());
+  ParsedArguments parsed{.action = line.action};
+  if (line.action == Action::kPrintHelp || line.action == Action::kPrintVersion) return parsed;
+  if (const char* path = std::getenv(kConfigVariable); path != nullptr && line.config.empty()) line.config = path;
+  ValueTable table;
+  if (!line.config.empty()) CTKVR_RETURN_IF_ERROR(table.ReadFile(line.config));
+  CTKVR_RETURN_IF_ERROR(table.ReadEnvironment());
+  for (const Given& given : line.given) {
+    CTKVR_RETURN_IF_ERROR(table.Set(*given.setting, given.text, given.given_as));
+  }
+  CTKVR_ASSIGN_OR_RETURN(parsed.config, MakeConfig(table.values()));
+  if (line.action == Action::kPrintConfig) parsed.printed = table.Print();
   return parsed;
 }
 
 std::string HelpText() {
   std::string text =
       "ctkvrd: keeps the KV caches of long conversations and answers which tokens matter to a query.\n\n"
-      "Flags are --name=value or --name value; true or false also as --name and --noname.\n\n";
-  for (const FlagRow& row : kFlags) {
-    const absl::CommandLineFlag& flag = *FindFlag(row.name);
-    text += std::string("  --") + row.name + "  (" + row.unit + "; default \"" + flag.DefaultValue() + "\"; " +
-            EnvironmentName(row.name) + ")\n      " + flag.Help() + "\n";
+      "Flags are --name=value or --name value; true or false also as --name and --noname; - is as good as _.\n"
+      "A flag wins over its environment variable, a variable over the file, the file over the default.\n\n";
+  for (const Setting& setting : Settings()) {
+    const std::string limit = setting.limit();
+    absl::StrAppend(&text, "  --", setting.name, "  (", setting.unit, limit.empty() ? "" : "; ", limit, "; default \"",
+                    setting.default_text, "\"; ", setting.variable(), ")\n      ", setting.help, "\n");
   }
   text +=
+      "  --config  (path; CTKVR_CONFIG)\n"
+      "      File of TOML with any of these settings, one a line: lanes = 4\n"
+      "  --check-config  Say what is wrong with the configuration, or nothing, and end.\n"
+      "  --print-config  Print the configuration as such a file, with where each value came from, and end.\n"
       "  --help, --version\n\n"
       "SIGTERM or SIGINT drains: health turns NOT_SERVING, opens are refused, running calls finish; a second one ends\n"
-      "the process at once. Exit codes: 0 all work finished; 1 cannot start, or work was cut off; 2 a bad flag.\n";
+      "the process at once. Exit codes: 0 all work finished; 1 cannot start, or work was cut off; 2 a bad flag,\n"
+      "variable or file.\n";
   return text;
 }
 
@@ -270,15 +211,6 @@ bool IsLoopback(const std::string& address) {
   // Four numbers, the first 127: a name such as 127.example.org is not one.
   if (!host.starts_with("127.") || host.find_first_not_of("0123456789.") != std::string::npos) return false;
   return std::count(host.begin(), host.end(), '.') == 3;
-}
-
-uint64_t UsableMemoryBytes() {
-  const auto pages = static_cast<uint64_t>(std::max(1L, sysconf(_SC_PHYS_PAGES)));
-  uint64_t bytes = pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  for (const char* path : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
-    if (const uint64_t limit = ReadLimitFile(path); limit != 0) bytes = std::min(bytes, limit);
-  }
-  return bytes;
 }
 
 }  // namespace ctkvr

@@ -21,6 +21,18 @@ int Refuse(obs::Log& log, const absl::Status& status) {
   return status.code() == absl::StatusCode::kInvalidArgument ? kExitUsage : kExitFailed;
 }
 
+int Print(const std::string& text) {
+  std::fputs(text.c_str(), stdout);
+  return std::fflush(stdout) == 0 ? kExitOk : kExitFailed;
+}
+
+// What can be told without serving: the settings were read already, and the backend can be had here.
+int Check(const Config& config) {
+  obs::Log log(config.log);
+  const auto backend = CreateBackend(config.backend);
+  return backend.ok() ? kExitOk : Refuse(log, backend.status());
+}
+
 int Serve(const Config& config, const StopSignals& stop) {
   obs::Log log(config.log);
   rpc::RouteGrpcLog(&log);
@@ -69,9 +81,17 @@ int main(int argc, char** argv) {
     std::fprintf(stderr, "ctkvrd: %s\n", std::string(parsed.status().message()).c_str());
     return ctkvr::kExitUsage;
   }
-  if (parsed->help || parsed->version) {
-    std::fputs(parsed->help ? ctkvr::HelpText().c_str() : ctkvr::VersionText().c_str(), stdout);
-    return ctkvr::kExitOk;
+  switch (parsed->action) {
+    case ctkvr::Action::kPrintHelp:
+      return ctkvr::Print(ctkvr::HelpText());
+    case ctkvr::Action::kPrintVersion:
+      return ctkvr::Print(ctkvr::VersionText());
+    case ctkvr::Action::kPrintConfig:
+      return ctkvr::Print(parsed->printed);
+    case ctkvr::Action::kCheckConfig:
+      return ctkvr::Check(parsed->config);
+    case ctkvr::Action::kServe:
+      break;
   }
   const ctkvr::StopSignals stop;  // before any thread starts
   return ctkvr::Serve(parsed->config, stop);

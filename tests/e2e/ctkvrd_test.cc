@@ -240,9 +240,9 @@ TEST_F(CtkvrdTest, ARestartedServerHasAnotherBootIdAndNoOldSession) {
 TEST_F(CtkvrdTest, BadFlagsEndWithTwoAndATextThatNamesThem) {
   const std::pair<Arguments, std::string> cases[] = {
       {{"--lanes=many"}, "--lanes is \"many\""},
-      {{"--lanes=1000"}, "lanes is 1000; it must be 1 to 256"},
+      {{"--lanes=1000"}, "--lanes is \"1000\"; it must be 0 or 1 to 256"},
       {{"--unknown=1"}, "--unknown=1"},
-      {{"--log_level=loud"}, "log_level is \"loud\""},
+      {{"--log_level=loud"}, "--log_level is \"loud\""},
       {{"--arena_bytes=1GB"}, "KiB"},
       {{"--listen_address=0.0.0.0:0"}, "--allow_plaintext"},
       {{"--metrics_address=0.0.0.0:0"}, "metrics_address is 0.0.0.0:0"},
@@ -261,6 +261,21 @@ TEST_F(CtkvrdTest, ABadVariableEndsWithTwo) {
 TEST_F(CtkvrdTest, AnUnknownBackendEndsWithTwo) {
   EXPECT_EQ(Run(Small({"--backend=abacus"})), 2);
   EXPECT_THAT(process_->text(), AllOf(HasSubstr("cannot_start"), HasSubstr("abacus")));
+}
+
+TEST_F(CtkvrdTest, AConfigurationIsPrintedCheckedAndServed) {
+  const std::string path = folder_ + "/ctkvrd.toml";
+  EXPECT_EQ(Run(Small({"--print-config"})), 0);
+  std::ofstream(path) << process_->text();
+  EXPECT_EQ(Run({"--config", path, "--check-config"}), 0);
+  EXPECT_EQ(process_->text(), "");
+  EXPECT_EQ(Run({"--config", path, "--check-config", "--backend=abacus"}), 2);
+  Start({"--config", path});
+  EXPECT_EQ(serving_.at("lanes"), 1);
+  EXPECT_EQ(serving_.at("arena_bytes"), 64 << 20);
+  std::ofstream(path) << "lanse = 4\n";
+  EXPECT_EQ(Run({"--config", path, "--check-config"}), 2);
+  EXPECT_THAT(process_->text(), AllOf(HasSubstr("lanse of " + path + ":1"), HasSubstr("did you mean lanes?")));
 }
 
 TEST_F(CtkvrdTest, APortInUseEndsWithOneAndATextThatNamesIt) {

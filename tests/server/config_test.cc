@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Proves that every flag reaches the configuration, by flag and by environment, that the flag wins, that bad values are
-// refused with a text that names flag, value and limit, and that help knows every flag.
+// Proves that every setting reaches the configuration, that a flag wins over the environment and that over the file,
+// that bad values are refused with a text that names flag, value and limit, and that help knows every setting.
 
 #include "server/config.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 
-#include "absl/flags/reflection.h"
 #include "server/core/limits.h"
 
 namespace ctkvr {
@@ -32,13 +34,11 @@ class Environment {
 class ConfigTest : public ::testing::Test {
  protected:
   Config Parse(const std::vector<std::string>& arguments) {
-    const absl::FlagSaver saver;  // flags are process-wide
     auto parsed = ParseArguments(arguments);
     EXPECT_TRUE(parsed.ok()) << parsed.status();
     return parsed.ok() ? parsed->config : Config();
   }
   std::string Refusal(const std::vector<std::string>& arguments) {
-    const absl::FlagSaver saver;
     auto parsed = ParseArguments(arguments);
     EXPECT_EQ(parsed.status().code(), absl::StatusCode::kInvalidArgument);
     return std::string(parsed.status().message());
@@ -102,40 +102,24 @@ TEST_F(ConfigTest, ABadVariableIsRefusedByItsName) {
 }
 
 TEST_F(ConfigTest, AnUnknownFlagIsRefused) {
-  EXPECT_THAT(Refusal({"--lane=4"}), HasSubstr("--lane=4"));
+  EXPECT_THAT(Refusal({"--lane=4"}), AllOf(HasSubstr("--lane=4"), HasSubstr("did you mean --lanes?")));
+  EXPECT_THAT(Refusal({"--confg=x"}), HasSubstr("did you mean --config?"));
   EXPECT_THAT(Refusal({"--nolanes"}), HasSubstr("--nolanes"));
   EXPECT_THAT(Refusal({"lanes"}), HasSubstr("\"lanes\" is no flag"));
-  // A flag of a library is none of ours.
-  EXPECT_THAT(Refusal({"--flagfile=x"}), HasSubstr("--flagfile"));
+  EXPECT_THAT(Refusal({"--"}), HasSubstr("\"--\" is no flag"));
+  EXPECT_THAT(Refusal({"--help=yes"}), HasSubstr("--help=yes"));
 }
 
 TEST_F(ConfigTest, AFlagWithoutItsValueIsRefused) {
   EXPECT_THAT(Refusal({"--lanes"}), HasSubstr("--lanes has no value"));
 }
 
-TEST_F(ConfigTest, NumbersOutOfRangeAreRefusedWithTheLimit) {
-  EXPECT_THAT(Refusal({"--lanes=257"}), AllOf(HasSubstr("lanes is 257"), HasSubstr("1 to 256")));
-  EXPECT_THAT(Refusal({"--lanes=-1"}), HasSubstr("\"-1\""));
-  EXPECT_THAT(Refusal({"--queue_items_max=0"}), HasSubstr("queue_items_max is 0"));
-  EXPECT_THAT(Refusal({"--sessions_max=0"}), HasSubstr("sessions_max is 0"));
-  EXPECT_THAT(Refusal({"--sessions_max=100001"}), AllOf(HasSubstr("100001"), HasSubstr("to 100000")));
-  EXPECT_THAT(Refusal({"--drain_seconds=3601"}), AllOf(HasSubstr("drain_seconds is 3601"), HasSubstr("3600")));
-  EXPECT_THAT(Refusal({"--arena_bytes=1KiB"}), HasSubstr("arena_bytes is 1024"));
-  EXPECT_THAT(Refusal({"--arena_bytes=1024TiB"}), HasSubstr(std::to_string(UsableMemoryBytes())));
-  EXPECT_THAT(Refusal({"--scratch_bytes=1"}), HasSubstr("scratch_bytes is 1"));
-}
-
-TEST_F(ConfigTest, NumbersAtTheLimitAreTaken) {
-  EXPECT_EQ(Parse({"--lanes=256"}).engine.lanes, 256u);
-  EXPECT_EQ(Parse({"--sessions_max=100000"}).engine.sessions_max, 100000u);
-  EXPECT_EQ(Parse({"--drain_seconds=0"}).drain.count(), 0);
-  EXPECT_EQ(Parse({"--drain_seconds=3600"}).drain.count(), 3600);
-}
-
-TEST_F(ConfigTest, UnknownNamesAreRefused) {
-  EXPECT_THAT(Refusal({"--log_level=loud"}),
-              AllOf(HasSubstr("log_level"), HasSubstr("\"loud\""), HasSubstr("warning")));
-  EXPECT_THAT(Refusal({"--log_format=xml"}), AllOf(HasSubstr("log_format"), HasSubstr("\"xml\""), HasSubstr("json")));
+TEST_F(ConfigTest, BadValuesAreRefusedByFlagValueAndLimit) {
+  EXPECT_THAT(Refusal({"--lanes=257"}), AllOf(HasSubstr("--lanes is \"257\""), HasSubstr("1 to 256")));
+  EXPECT_THAT(Refusal({"--sessions_max", "100001"}), AllOf(HasSubstr("\"100001\""), HasSubstr("to 100000")));
+  EXPECT_THAT(Refusal({"--arena_bytes=1024TiB"}), HasSubstr(FormatBytes(UsableMemoryBytes())));
+  EXPECT_THAT(Refusal({"--log_level=loud"}), AllOf(HasSubstr("--log_level is \"loud\""), HasSubstr("warning")));
+  EXPECT_THAT(Refusal({"--access_log=perhaps"}), HasSubstr("true or false"));
 }
 
 TEST_F(ConfigTest, AddressesWithoutAGoodPortAreRefused) {
@@ -153,23 +137,48 @@ TEST_F(ConfigTest, PlaintextForOtherMachinesNeedsConsent) {
 
 TEST_F(ConfigTest, NoMetricsAddressSwitchesThePageOff) { EXPECT_EQ(Parse({"--metrics_address="}).metrics_address, ""); }
 
-TEST_F(ConfigTest, HelpAndVersionAreAskedFor) {
-  const absl::FlagSaver saver;
-  EXPECT_TRUE(ParseArguments({"--help"})->help);
-  EXPECT_TRUE(ParseArguments({"-h"})->help);
-  EXPECT_TRUE(ParseArguments({"--lanes=2", "--version"})->version);
+TEST_F(ConfigTest, ActionsAreAskedFor) {
+  EXPECT_EQ(ParseArguments({})->action, Action::kServe);
+  EXPECT_EQ(ParseArguments({"--help"})->action, Action::kPrintHelp);
+  EXPECT_EQ(ParseArguments({"-h", "--nonsense"})->action, Action::kPrintHelp);
+  EXPECT_EQ(ParseArguments({"--lanes=2", "--version"})->action, Action::kPrintVersion);
+  EXPECT_EQ(ParseArguments({"--check-config"})->action, Action::kCheckConfig);
   EXPECT_THAT(VersionText(), HasSubstr("ctkvrd "));
+  const auto printed = ParseArguments({"--print_config", "--lanes=3"});
+  EXPECT_EQ(printed->action, Action::kPrintConfig);
+  EXPECT_THAT(printed->printed, HasSubstr("from: --lanes\nlanes = 3\n"));
 }
 
-TEST_F(ConfigTest, HelpExplainsEveryFlagWithUnitDefaultAndVariable) {
+TEST_F(ConfigTest, AFlagMayBeWrittenWithHyphens) { EXPECT_EQ(Parse({"--drain-seconds=3"}).drain.count(), 3); }
+
+TEST_F(ConfigTest, AFileIsOverruledByTheEnvironmentAndThatByAFlag) {
+  const std::string path = ::testing::TempDir() + "config_test." + std::to_string(getpid()) + ".toml";
+  std::ofstream(path) << "lanes = 2\nqueue_items_max = 3\nsessions_max = 4\n";
+  const Environment queue("CTKVR_QUEUE_ITEMS_MAX", "30");
+  const Environment sessions("CTKVR_SESSIONS_MAX", "40");
+  const Config config = Parse({"--sessions_max=400", "--config", path});
+  EXPECT_EQ(config.engine.lanes, 2u);
+  EXPECT_EQ(config.engine.queue_items_max, 30u);
+  EXPECT_EQ(config.engine.sessions_max, 400u);
+  const Environment named("CTKVR_CONFIG", path.c_str());
+  EXPECT_EQ(Parse({}).engine.lanes, 2u);
+  EXPECT_THAT(Refusal({"--config=" + path + ".gone"}), HasSubstr(path + ".gone"));
+  std::filesystem::remove(path);
+}
+
+TEST_F(ConfigTest, VariablesOfOthersAreLeftAlone) {
+  const Environment service("CTKVR_SERVICE_HOST", "10.0.0.1");  // what Kubernetes makes for a service called ctkvr
+  Parse({});
+}
+
+TEST_F(ConfigTest, HelpExplainsEverySettingWithUnitLimitDefaultAndVariable) {
   const std::string help = HelpText();
-  for (const char* name :
-       {"listen_address", "metrics_address", "allow_plaintext", "backend", "lanes", "arena_bytes", "scratch_bytes",
-        "queue_items_max", "sessions_max", "log_level", "log_format", "access_log", "drain_seconds", "ready_file"}) {
-    EXPECT_THAT(help, HasSubstr(std::string("--") + name + "  ("));
+  for (const Setting& setting : Settings()) {
+    EXPECT_THAT(help, HasSubstr(std::string("--") + setting.name + "  (" + setting.unit));
+    EXPECT_THAT(help, HasSubstr("; " + setting.variable() + ")\n      " + setting.help));
   }
-  EXPECT_THAT(help, HasSubstr("(seconds; default \"25\"; CTKVR_DRAIN_SECONDS)"));
-  EXPECT_THAT(help, HasSubstr("default \"256MiB\"; CTKVR_SCRATCH_BYTES"));
+  EXPECT_THAT(help, HasSubstr("(seconds; 0 to 3600; default \"25\"; CTKVR_DRAIN_SECONDS)"));
+  for (const char* flag : {"--config", "--check-config", "--print-config"}) EXPECT_THAT(help, HasSubstr(flag));
 }
 
 TEST(LoopbackTest, OnlyAddressesOfThisMachineCount) {
@@ -181,46 +190,6 @@ TEST(LoopbackTest, OnlyAddressesOfThisMachineCount) {
     EXPECT_FALSE(IsLoopback(address)) << address;
   }
 }
-
-struct SizeCase {
-  const char* text;
-  uint64_t bytes;
-};
-class GoodSizeTest : public ::testing::TestWithParam<SizeCase> {};
-TEST_P(GoodSizeTest, IsRead) {
-  ByteSize size;
-  std::string error;
-  ASSERT_TRUE(AbslParseFlag(absl::string_view(GetParam().text), &size, &error)) << error;
-  EXPECT_EQ(size.bytes, GetParam().bytes);
-}
-INSTANTIATE_TEST_SUITE_P(All, GoodSizeTest,
-                         ::testing::Values(SizeCase{"0", 0}, SizeCase{"1", 1}, SizeCase{"17B", 17},
-                                           SizeCase{"3KiB", 3072}, SizeCase{"1.5 MiB", 1572864},
-                                           SizeCase{" 2GiB ", uint64_t{2} << 30}, SizeCase{"1TiB", uint64_t{1} << 40},
-                                           SizeCase{"18446744073709551615", 18446744073709551615u}));
-
-class BadSizeTest : public ::testing::TestWithParam<const char*> {};
-TEST_P(BadSizeTest, IsRefused) {
-  ByteSize size;
-  std::string error;
-  EXPECT_FALSE(AbslParseFlag(absl::string_view(GetParam()), &size, &error));
-  EXPECT_THAT(error, HasSubstr("size"));
-}
-INSTANTIATE_TEST_SUITE_P(All, BadSizeTest,
-                         ::testing::Values("", "x", "-1", "1.5", "1kb", "1GB", "1 G", "1.2.3MiB", "8388608TiB", "GiB",
-                                           "18446744073709551616", "1e3", "0x10"));
-
-TEST(ByteSizeTest, UnparseIsReadBackToTheSameNumber) {
-  for (uint64_t bytes : {uint64_t{0}, uint64_t{1}, uint64_t{1023}, uint64_t{1024}, uint64_t{3} << 20,
-                         (uint64_t{1} << 40) + 1, uint64_t{5} << 40, uint64_t{1} << 52}) {
-    ByteSize size;
-    std::string error;
-    ASSERT_TRUE(AbslParseFlag(absl::string_view(AbslUnparseFlag({bytes})), &size, &error)) << error;
-    EXPECT_EQ(size.bytes, bytes);
-  }
-}
-
-TEST(UsableMemoryTest, IsAtLeastWhatAnyMachineHas) { EXPECT_GT(UsableMemoryBytes(), uint64_t{64} << 20); }
 
 }  // namespace
 }  // namespace ctkvr
