@@ -18,6 +18,7 @@
 #include "client/cli/inspect.h"
 #include "client/cli/output.h"
 #include "client/cli/replay.h"
+#include "client/cli/size.h"
 #include "client/cli/trace.h"
 #include "ctkvr/client/client.h"
 
@@ -35,6 +36,7 @@ struct Flags {
   ReplayFlags replay;
   double min_needle_share = 0;
   BenchFlags bench;
+  SizeFlags size;
 };
 
 void Print(const nlohmann::json& json) { Write(stdout, fmt::format("{}\n", json.dump(1))); }
@@ -138,6 +140,20 @@ int RunBench(const client::Client& client, const Flags& flags) {
   return 0;
 }
 
+int PrintSize(const Flags& flags) {
+  const auto report = Size(flags.size);
+  if (!report.ok()) {
+    Fail(report.status());
+    return kExitUsage;
+  }
+  if (flags.json) {
+    Print(SizeJson(*report));
+  } else {
+    Write(stdout, SizeText(*report, flags.size));
+  }
+  return 0;
+}
+
 void AddReplay(CLI::App& app, Flags* flags) {
   CLI::App* replay = app.add_subcommand("replay", "Replay traces and compare what is chosen with exact attention");
   replay->add_option("trace", flags->traces, "Folders of q.npy, k.npy, v.npy and meta.json")->required();
@@ -168,6 +184,25 @@ void AddBench(CLI::App& app, Flags* flags) {
       ->capture_default_str();
 }
 
+void AddSize(CLI::App& app, SizeFlags* flags) {
+  CLI::App* size = app.add_subcommand("size", "Memory that sessions of a model take; needs no server");
+  size->add_option("--model", flags->model, "Geometry of a known model: " + KnownModelNames());
+  size->add_option("--layers", flags->layers, "Layers; these four win over --model");
+  size->add_option("--q-heads", flags->q_heads, "Query heads");
+  size->add_option("--kv-heads", flags->kv_heads, "KV heads");
+  size->add_option("--head-dim", flags->head_dim, "Dimensions of queries and keys");
+  size->add_option("--value-dim", flags->value_dim, "Dimensions of values; 0: as head-dim")->capture_default_str();
+  size->add_option("--tokens", flags->tokens, "Token limit of a session; k is 1,024")->capture_default_str();
+  size->add_option("--sessions", flags->sessions, "Sessions open at a time")->capture_default_str();
+  size->add_option("--format", flags->format, "How keys and values are stored")->capture_default_str();
+  size->add_option("--tokens-per-cluster", flags->tokens_per_cluster, "Key clusters; 0: none")->capture_default_str();
+  size->add_option("--centroids", flags->centroids, "Query centroids a KV head; 0: none")->capture_default_str();
+  size->add_option("--list-tokens", flags->list_tokens, "Tokens a list of them")->capture_default_str();
+  size->add_option("--cache-slots", flags->cache_slots, "Slots of workers' row caches; 0: none")->capture_default_str();
+  size->add_option("--lanes", flags->lanes, "Lanes of the server")->capture_default_str();
+  size->add_option("--scratch-mib", flags->scratch_mib, "Scratch memory of a lane, MiB")->capture_default_str();
+}
+
 int Main(int argc, char** argv) {
   Flags flags;
   CLI::App app("Looks at a ctkvr server, replays recorded attention through it, measures it.", "ctkvr-cli");
@@ -182,11 +217,13 @@ int Main(int argc, char** argv) {
   sessions->add_option("id", flags.session_id, "A session's id");
   AddReplay(app, &flags);
   AddBench(app, &flags);
+  AddSize(app, &flags.size);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {  // CLI11 has no other way; it also says --help like this
     return app.exit(error) == 0 ? 0 : kExitUsage;
   }
+  if (app.got_subcommand("size")) return PrintSize(flags);
   const auto client = client::Client::Connect({.address = flags.address});
   if (!client.ok()) return Fail(client.status());
   if (app.got_subcommand("info")) return Info(**client, flags);
