@@ -207,6 +207,7 @@ int Main(int argc, char** argv) {
   Flags flags;
   CLI::App app("Looks at a ctkvr server, replays recorded attention through it, measures it.", "ctkvr-cli");
   app.require_subcommand(1);
+  app.set_help_all_flag("--help-all", "Print this help message with those of the subcommands and exit");
   app.fallthrough();  // --address and --json may follow the subcommand
   app.add_option("--address", flags.address, "host:port of the server")
       ->envname("CTKVR_ADDRESS")
