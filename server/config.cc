@@ -118,10 +118,10 @@ class CommandLineReader {
 
 absl::Status CheckPlaintext(const Values& values, const std::string& name, const std::string& address) {
   if (values.allow_plaintext || IsLoopback(address)) return absl::OkStatus();
-  return absl::InvalidArgumentError(
-      name + " is " + address +
-      ", which other machines can reach, and this version neither encrypts nor authenticates connections. Listen on "
-      "127.0.0.1, or give --allow_plaintext where the network itself is trusted.");
+  return absl::InvalidArgumentError(name + " is " + address +
+                                    ", which other machines can reach without encryption or authentication. Listen on "
+                                    "127.0.0.1, give tls_certificate and tls_key (which the page of metrics knows "
+                                    "nothing of), or give --allow_plaintext where the network itself is trusted.");
 }
 
 absl::Status CheckAddress(const Values& values, const std::string& name, const std::string& address) {
@@ -131,7 +131,8 @@ absl::Status CheckAddress(const Values& values, const std::string& name, const s
   if (colon == std::string::npos || colon == 0 || !absl::SimpleAtoi(address.substr(colon + 1), &port) || port > 65535) {
     return absl::InvalidArgumentError(name + " is \"" + address + "\"; it must be host:port with a port of 0 to 65535");
   }
-  return CheckPlaintext(values, name, address);
+  const bool encrypted = name == "listen_address" && !values.tls_certificate.empty();
+  return encrypted ? absl::OkStatus() : CheckPlaintext(values, name, address);
 }
 
 EngineOptions MakeEngineOptions(const Values& values) {
@@ -154,6 +155,9 @@ absl::StatusOr<Config> MakeConfig(const Values& values) {
   Config config;
   config.listen_address = values.listen_address;
   config.metrics_address = values.metrics_address;
+  config.tls_certificate = values.tls_certificate;
+  config.tls_key = values.tls_key;
+  config.tls_client_ca = values.tls_client_ca;
   config.backend = values.backend;
   config.engine = MakeEngineOptions(values);
   config.log.level = obs::ParseLogLevel(values.log_level).value();  // settings.h lets no other name through

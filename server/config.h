@@ -29,6 +29,9 @@ inline constexpr int kExitUsage = 2;   // a bad flag, variable or file
 struct Config {
   std::string listen_address;
   std::string metrics_address;  // empty: no page
+  std::string tls_certificate;  // paths; empty: no TLS
+  std::string tls_key;
+  std::string tls_client_ca;
   std::string backend;
   EngineOptions engine;  // resolved: lanes and arena_bytes are never 0
   obs::LogOptions log;

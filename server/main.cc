@@ -26,9 +26,15 @@ int Print(const std::string& text) {
   return std::fflush(stdout) == 0 ? kExitOk : kExitFailed;
 }
 
-// What can be told without serving: the settings were read already, and the backend can be had here.
+rpc::TlsFiles Tls(const Config& config) {
+  return {.certificate = config.tls_certificate, .key = config.tls_key, .client_ca = config.tls_client_ca};
+}
+
+// What can be told without serving: the settings were read already; certificates and the backend can be had here.
 int Check(const Config& config) {
   obs::Log log(config.log);
+  const auto credentials = rpc::MakeServerCredentials(Tls(config));
+  if (!credentials.ok()) return Refuse(log, credentials.status());
   const auto backend = CreateBackend(config.backend);
   return backend.ok() ? kExitOk : Refuse(log, backend.status());
 }
@@ -43,7 +49,7 @@ int Serve(const Config& config, const StopSignals& stop) {
   if (!engine.ok()) return Refuse(log, engine.status());
   obs::Metrics metrics((*engine)->stats(), [&] { return rpc::SampleEngine(**engine); },
                        rpc::EngineFacts(**engine, kVersion));
-  auto server = rpc::GrpcServer::Start({.address = config.listen_address, .version = kVersion},
+  auto server = rpc::GrpcServer::Start({.address = config.listen_address, .version = kVersion, .tls = Tls(config)},
                                        {.engine = **engine, .clock = clock, .metrics = metrics, .log = log});
   if (!server.ok()) return Refuse(log, server.status());
   auto metrics_address = metrics.Expose(config.metrics_address);

@@ -36,6 +36,9 @@ struct Values {
   std::string listen_address;
   std::string metrics_address;
   bool allow_plaintext = false;
+  std::string tls_certificate;
+  std::string tls_key;
+  std::string tls_client_ca;
   std::string backend;
   uint64_t lanes = 0;
   uint64_t arena_bytes = 0;

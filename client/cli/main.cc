@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "client/cli/bench.h"
+#include "client/cli/credentials.h"
 #include "client/cli/inspect.h"
 #include "client/cli/output.h"
 #include "client/cli/replay.h"
@@ -30,6 +31,7 @@ constexpr int kExitUsage = 2;
 
 struct Flags {
   std::string address = "127.0.0.1:7420";
+  TlsFlags tls;
   bool json = false;
   std::string session_id;
   std::vector<std::string> traces;
@@ -212,6 +214,7 @@ int Main(int argc, char** argv) {
   app.add_option("--address", flags.address, "host:port of the server")
       ->envname("CTKVR_ADDRESS")
       ->capture_default_str();
+  AddTlsFlags(&app, &flags.tls);
   app.add_flag("--json", flags.json, "Print JSON in place of tables");
   app.add_subcommand("info", "Version, limits and memory of the server");
   CLI::App* sessions = app.add_subcommand("sessions", "All sessions, or one in detail");
@@ -225,7 +228,12 @@ int Main(int argc, char** argv) {
     return app.exit(error) == 0 ? 0 : kExitUsage;
   }
   if (app.got_subcommand("size")) return PrintSize(flags);
-  const auto client = client::Client::Connect({.address = flags.address});
+  const auto credentials = MakeCredentials(flags.tls);
+  if (!credentials.ok()) {
+    Fail(credentials.status());
+    return kExitUsage;
+  }
+  const auto client = client::Client::Connect({.address = flags.address, .credentials = *credentials});
   if (!client.ok()) return Fail(client.status());
   if (app.got_subcommand("info")) return Info(**client, flags);
   if (app.got_subcommand("sessions")) return Sessions(**client, flags);

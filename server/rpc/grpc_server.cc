@@ -48,12 +48,14 @@ void RouteGrpcLog(obs::Log* log) {
 }
 
 absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOptions& options, const Edge& edge) {
+  auto credentials = MakeServerCredentials(options.tls);
+  if (!credentials.ok()) return credentials.status();
   std::unique_ptr<GrpcServer> self(new GrpcServer(edge, options.version));
   grpc::EnableDefaultHealthCheckService(true);
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   int port = 0;
-  builder.AddListeningPort(options.address, grpc::InsecureServerCredentials(), &port);
+  builder.AddListeningPort(options.address, *credentials, &port);
   builder.RegisterService(&self->service_);
   builder.SetMaxReceiveMessageSize(static_cast<int>(limits::kMessageBytesMax));
   builder.SetMaxSendMessageSize(static_cast<int>(limits::kReplyBytesMax) + kReplyFramingBytes);

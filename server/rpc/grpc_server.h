@@ -12,6 +12,7 @@
 #include "absl/status/statusor.h"
 #include "grpcpp/grpcpp.h"
 #include "server/rpc/cache_service.h"
+#include "server/rpc/credentials.h"
 
 namespace ctkvr::rpc {
 
@@ -31,11 +32,13 @@ inline constexpr int kServerPingTimeoutMs = 10'000;
 struct GrpcServerOptions {
   std::string address;  // "host:port", port 0: a free one; "[::1]:port"; "unix:/path"
   std::string version;  // told by GetServerInfo
+  TlsFiles tls;         // empty: plaintext
 };
 
 class GrpcServer {
  public:
   // Serves once it returns. All that `edge` names must outlive the server. UNAVAILABLE: cannot listen there.
+  // INVALID_ARGUMENT: MakeServerCredentials.
   static absl::StatusOr<std::unique_ptr<GrpcServer>> Start(const GrpcServerOptions& options, const Edge& edge);
   ~GrpcServer();  // cuts off what still runs
 

@@ -130,9 +130,14 @@ TEST_F(ConfigTest, AddressesWithoutAGoodPortAreRefused) {
 
 TEST_F(ConfigTest, PlaintextForOtherMachinesNeedsConsent) {
   EXPECT_THAT(Refusal({"--listen_address=0.0.0.0:7420"}),
-              AllOf(HasSubstr("0.0.0.0:7420"), HasSubstr("--allow_plaintext"), HasSubstr("neither encrypts")));
+              AllOf(HasSubstr("0.0.0.0:7420"), HasSubstr("--allow_plaintext"), HasSubstr("without encryption")));
   EXPECT_THAT(Refusal({"--metrics_address=0.0.0.0:9464"}), HasSubstr("metrics_address"));
   EXPECT_EQ(Parse({"--listen_address=0.0.0.0:7420", "--allow_plaintext"}).listen_address, "0.0.0.0:7420");
+  // With a certificate the calls are encrypted; the page of metrics is not.
+  const std::vector<std::string> tls = {"--tls_certificate=a", "--tls_key=b", "--listen_address=0.0.0.0:7420"};
+  EXPECT_EQ(Parse(tls).tls_certificate, "a");
+  EXPECT_EQ(Parse(tls).tls_key, "b");
+  EXPECT_THAT(Refusal({tls[0], tls[1], "--metrics_address=0.0.0.0:1"}), HasSubstr("metrics_address"));
 }
 
 TEST_F(ConfigTest, NoMetricsAddressSwitchesThePageOff) { EXPECT_EQ(Parse({"--metrics_address="}).metrics_address, ""); }

@@ -26,6 +26,7 @@ struct TestServerOptions {
   Backend* own_backend = nullptr;  // used instead; must outlive the server
   Clock* clock = nullptr;          // empty: real time; must outlive the server
   std::string version = "test";
+  rpc::TlsFiles tls;  // NewChannel is of no use then
 };
 
 class TestServer {
