@@ -45,8 +45,18 @@ def pod(objects: Objects) -> dict[str, Any]:
     return spec
 
 
+@pytest.fixture(scope="module")
+def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a mounted secret of certificates is one."""
+    folder = tmp_path_factory.mktemp("secret")
+    made = ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
+    run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=ctkvr", *made)
+    (folder / "ca.crt").write_text((folder / "tls.crt").read_text())
+    return folder
+
+
 @pytest.fixture
-def config(objects: Objects, pod: dict[str, Any], tmp_path: Path) -> dict[str, str]:
+def config(objects: Objects, pod: dict[str, Any], tmp_path: Path, secret: Path) -> dict[str, str]:
     """The settings that the pod's program runs with: the mounted file, read by the program, the memory limit aside."""
     mount, volume = pod["containers"][0]["volumeMounts"][0], pod["volumes"][0]
     assert mount["name"] == volume["name"]
@@ -54,7 +64,12 @@ def config(objects: Objects, pod: dict[str, Any], tmp_path: Path) -> dict[str, s
     assert not more
     assert pod["containers"][0]["args"] == [f"--config={mount['mountPath']}/{name}"]
     file = tmp_path / name
-    # This machine may be smaller than the pod's.
+    # This machine may be smaller than the pod's, and has another folder for certificates.
+    for more_mount, more_volume in zip(pod["containers"][0]["volumeMounts"][1:], pod["volumes"][1:], strict=True):
+        assert more_mount["name"] == more_volume["name"]
+        assert more_volume["secret"]["secretName"] == "ctkvr-tls"
+        assert text.count(more_mount["mountPath"]) == 3
+        text = text.replace(more_mount["mountPath"], str(secret))
     file.write_text(re.sub(r"^arena_bytes = .*$", "", text, flags=re.MULTILINE))
     printed = run(program("CTKVRD"), "--config", str(file), "--print-config")
     run(program("CTKVRD"), "--config", str(file), "--check-config")
@@ -110,8 +125,12 @@ def test_ports_are_those_of_the_configuration(objects: Objects, pod: dict[str, A
     help_text = run(program("CTKVRD"), "--help")
     assert f':{ports["grpc"]}"; CTKVR_LISTEN_ADDRESS' in help_text  # the program's own defaults
     assert f':{ports["metrics"]}"; CTKVR_METRICS_ADDRESS' in help_text
+    # The kubelet asks gRPC in plaintext alone.
+    asked = (
+        {"httpGet": {"path": "/metrics", "port": "metrics"}} if config["tls_key"] else {"grpc": {"port": ports["grpc"]}}
+    )
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert pod["containers"][0][probe]["grpc"] == {"port": ports["grpc"]}
+        assert asked.items() <= pod["containers"][0][probe].items()
     for name in ("Service/ctkvr", "Service/ctkvr-headless"):
         (port,) = objects[name]["spec"]["ports"]
         assert (port["port"], port["targetPort"]) == (ports["grpc"], "grpc")
@@ -159,7 +178,7 @@ def test_the_pod_is_confined(objects: Objects, pod: dict[str, Any]) -> None:
 
 
 def test_plaintext_goes_with_a_policy_on_who_may_connect(objects: Objects, config: dict[str, str]) -> None:
-    """No rule lets everyone in, and the server calls nobody."""
+    """No rule lets everyone in, and the server calls nobody. With TLS it is the page of metrics that is plain."""
     assert config["allow_plaintext"] == "true"
     spec = objects["NetworkPolicy/ctkvr"]["spec"]
     assert spec["policyTypes"] == ["Ingress", "Egress"]
