@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cmath>
 #include <cstdlib>
 #include <fstream>
@@ -156,6 +157,12 @@ const std::vector<Setting>& Table() {
 
 size_t IndexOf(const Setting& setting) { return static_cast<size_t>(&setting - Table().data()); }
 
+// The shortest text that is read back to the same number.
+std::string Share(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof(text), value).ptr};
+}
+
 std::string Number(const Setting& setting, uint64_t value) {
   return setting.is_size ? FormatBytes(value) : std::to_string(value);
 }
@@ -199,6 +206,14 @@ absl::Status SetNumber(const Setting& setting, const std::string& text, const st
   return absl::OkStatus();
 }
 
+absl::Status SetShare(const Setting& setting, const std::string& text, const std::string& given_as, double& field) {
+  double value = 0;
+  // Written so that NaN is outside.
+  if (!absl::SimpleAtod(text, &value) || !(value >= 0 && value <= 1)) return Refuse(given_as, text, setting.limit());
+  field = value;
+  return absl::OkStatus();
+}
+
 // Letters to insert, delete or replace to make `b` of `a`.
 size_t Distance(const std::string& a, const std::string& b) {
   std::vector<size_t> row(b.size() + 1);
@@ -227,7 +242,11 @@ bool TextOf(const Setting& setting, const toml::node& node, std::string* text) {
   }
   if (const auto* value = node.as_integer()) {
     *text = std::to_string(value->get());
-    return std::holds_alternative<uint64_t Values::*>(setting.field);
+    return std::holds_alternative<uint64_t Values::*>(setting.field) || setting.is_share();
+  }
+  if (const auto* value = node.as_floating_point()) {
+    *text = Share(value->get());
+    return setting.is_share();
   }
   if (const auto* value = node.as_boolean()) {
     *text = value->get() ? "true" : "false";
@@ -238,6 +257,7 @@ bool TextOf(const Setting& setting, const toml::node& node, std::string* text) {
 
 const char* FileType(const Setting& setting) {
   if (setting.is_bool()) return kBoolUnit;
+  if (setting.is_share()) return "a number";
   if (setting.is_size) return "a whole number or a string such as \"512MiB\"";
   return std::holds_alternative<uint64_t Values::*>(setting.field) ? "a whole number" : "a string";
 }
@@ -298,6 +318,7 @@ std::string Setting::limit() const {
   if (!names.empty()) {
     return absl::StrCat(absl::StrJoin(names.begin(), names.end() - 1, ", "), " or ", names.back());
   }
+  if (is_share()) return "0 to 1";
   if (!std::holds_alternative<uint64_t Values::*>(field)) return "";
   const std::string top = most == kUsableMemory ? "the memory this process may use" : Number(*this, most);
   return absl::StrCat(zero_is_auto ? "0 or " : "", Number(*this, least), " to ", top);
@@ -334,6 +355,7 @@ absl::Status ValueTable::Set(const Setting& setting, const std::string& text, co
     absl::Status operator()(std::string Values::*field) { return SetText(setting, text, given_as, values.*field); }
     absl::Status operator()(bool Values::*field) { return SetBool(text, given_as, values.*field); }
     absl::Status operator()(uint64_t Values::*field) { return SetNumber(setting, text, given_as, values.*field); }
+    absl::Status operator()(double Values::*field) { return SetShare(setting, text, given_as, values.*field); }
   };
   CTKVR_RETURN_IF_ERROR(std::visit(Visitor{setting, text, given_as, values_}, setting.field));
   origins_[IndexOf(setting)] = given_as;
@@ -391,6 +413,7 @@ std::string ValueTable::Text(const Setting& setting) const {
       const std::string number = Number(setting, values.*field);
       return setting.is_size ? absl::StrCat("\"", number, "\"") : number;
     }
+    std::string operator()(double Values::*field) const { return Share(values.*field); }
   };
   return std::visit(Visitor{setting, values_}, setting.field);
 }

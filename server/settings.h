@@ -54,7 +54,8 @@ struct Values {
 
 // A row of the table.
 struct Setting {
-  using Field = std::variant<std::string Values::*, bool Values::*, uint64_t Values::*>;
+  // A double is a share, 0 to 1.
+  using Field = std::variant<std::string Values::*, bool Values::*, uint64_t Values::*, double Values::*>;
 
   // `most` of a size whose limit is UsableMemoryBytes().
   static constexpr uint64_t kUsableMemory = UINT64_MAX;
@@ -71,6 +72,7 @@ struct Setting {
   const char* help;
 
   bool is_bool() const { return std::holds_alternative<bool Values::*>(field); }
+  bool is_share() const { return std::holds_alternative<double Values::*>(field); }
   std::string variable() const;  // "CTKVR_LANES"
   std::string limit() const;     // "1 to 256", "text or json"; "" where there is none; the same on every machine
 };

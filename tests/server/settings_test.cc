@@ -49,6 +49,7 @@ std::pair<std::string, std::string> Other(const Setting& setting) {
     const char* other = std::string(setting.default_text) == "true" ? "false" : "true";
     return {other, other};
   }
+  if (setting.is_share()) return {"0.25", "0.25"};
   if (setting.is_size) return {"3MiB", "\"3MiB\""};
   if (std::holds_alternative<uint64_t Values::*>(setting.field)) return {"7", "7"};
   const std::string name = setting.names.empty() ? "o \"t\\her" : setting.names.back();
