@@ -56,6 +56,10 @@ void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
   command->add_option("--window", flags->window_tokens, "Last tokens, always included")->capture_default_str();
   command->add_option("--dense-below", flags->dense_below_tokens, "Layers of at most so many tokens answer with all")
       ->capture_default_str();
+  command->add_flag("--load-adaptive-k", flags->load_adaptive_k, "Policy: K follows the time that calls wait");
+  command->add_flag("--length-scaled-k", flags->length_scaled_k, "Policy: K follows the root of the length");
+  command->add_option("--ramp", flags->ramp_tokens, "Policy: tokens from answering with all to answering with K")
+      ->capture_default_str();
   command->add_option("--answer", flags->answer, "What a reply carries")
       ->check(one_of({"ids", "scores", "rows", "new_rows", "attention"}))
       ->capture_default_str();
@@ -75,6 +79,10 @@ v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags) {
   options.set_rotation_seed(flags.seed);
   options.set_maintenance(v1::MAINTENANCE_MANUAL);
   if (flags.answer == "new_rows") options.set_cache_slots(flags.cache_slots);
+  v1::Policies* policies = options.mutable_policies();
+  policies->set_load_adaptive_k(flags.load_adaptive_k);
+  policies->set_length_scaled_k(flags.length_scaled_k);
+  policies->set_ramp_tokens(flags.ramp_tokens);
   v1::Selection* selection = options.mutable_selection();
   selection->set_source(Parse<v1::Source>("SOURCE_", flags.source, &v1::Source_Parse));
   selection->set_reduction(Parse<v1::GroupReduction>("GROUP_REDUCTION_", flags.reduction, &v1::GroupReduction_Parse));

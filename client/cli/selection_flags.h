@@ -29,6 +29,9 @@ struct SelectionFlags {
   uint32_t sink_tokens = 4;
   uint32_t window_tokens = 64;
   uint32_t dense_below_tokens = 0;
+  bool load_adaptive_k = false;
+  bool length_scaled_k = false;
+  uint32_t ramp_tokens = 0;  // 0: none
   std::string answer = "rows";
   uint32_t cache_slots = 2048;  // a KV head
   std::string row_format = "f16";
@@ -37,7 +40,7 @@ struct SelectionFlags {
 
 void AddSelectionFlags(CLI::App* command, SelectionFlags* flags);
 
-// Format, selection, sets of query centroids (only where the source needs them), first planes, rotation seed, manual
+// Format, selection, sets of query centroids (only where the source needs them), policies, first planes, rotation seed, manual
 // maintenance. Geometry, token limit and softmax are left to the caller. REQUIRES: names as AddSelectionFlags lets
 // through.
 v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags);

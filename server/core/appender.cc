@@ -335,6 +335,7 @@ class Writer {
 
 void Publish(Write& write, Stats& stats) {
   const Chunk& chunk = *write.task->chunk;
+  if (write.layer->length() == 0) stats.layers_held.fetch_add(1, std::memory_order_relaxed);
   if (write.becomes_coded) write.layer->FixMean(std::move(write.mean));
   write.layer->Commit(write.end);
   if (write.ring.has_value()) {

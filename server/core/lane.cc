@@ -170,6 +170,7 @@ void Lane::RunBatch(std::vector<Queued> batch) {
       device(), shared_.clock, stats, [this](const SessionRef& ref, TimePoint arrived) { return Find(ref, arrived); },
       [this](Session& session) { NoteMaintenance(session); });
   const TimePoint now = shared_.clock.Now();
+  steps.SetPolicyInputs(ReadPolicyInputs(batch, now));
   for (Queued& queued : batch) {
     stats.stages[static_cast<size_t>(Stage::kWait)].Observe(now - queued.arrived);
     auto* part = std::get_if<StepPart>(&queued.task.work);
@@ -191,6 +192,15 @@ void Lane::RunBatch(std::vector<Queued> batch) {
     }
   }
   steps.Flush();
+}
+
+PolicyInputs Lane::ReadPolicyInputs(const std::vector<Queued>& batch, TimePoint now) {
+  std::chrono::nanoseconds waited{0};
+  for (const Queued& queued : batch) waited += now - queued.arrived;
+  load_.Observe(waited / batch.size());
+  const auto layers = static_cast<double>(shared_.stats.layers_held.load(std::memory_order_relaxed));
+  const auto tokens = static_cast<double>(shared_.stats.tokens_held.load(std::memory_order_relaxed));
+  return {.load_delta = load_.delta(), .mean_length = layers > 0 ? tokens / layers : 0};
 }
 
 void Lane::RunTask(Queued& queued) {
@@ -237,12 +247,14 @@ void Lane::Run(const Queued& queued, TruncateTask& task) {
   const absl::StatusOr<Session*> session = Find(task.session, queued.arrived);
   if (!session.ok()) return task.done(session.status());
   if (absl::Status status = (*session)->CheckHealthy(); !status.ok()) return task.done(status);
+  const int64_t layers_before = (*session)->layers_held();
   absl::StatusOr<TruncateResult> result = (*session)->Truncate(device(), task.length);
   NoteDeviceError(shared_.stats, result.status());
   if (result.ok()) {
     int64_t removed = 0;
     for (uint32_t tokens : result->removed_tokens) removed += tokens;
     shared_.stats.tokens_held.fetch_sub(removed, std::memory_order_relaxed);
+    shared_.stats.layers_held.fetch_sub(layers_before - (*session)->layers_held(), std::memory_order_relaxed);
   }
   task.done(std::move(result));
 }
@@ -289,10 +301,12 @@ void Lane::EndSession(std::unique_ptr<Session> session, SessionEnd end, const ch
   const std::string id = session->id();
   const uint64_t planned_bytes = Session::PlannedBytes(session->config());
   const auto tokens = static_cast<int64_t>(session->tokens_held());
+  const auto layers = static_cast<int64_t>(session->layers_held());
   session.reset();  // memory first: who hears or counts that the session is gone may open another
   SubtractPlannedBytes(planned_bytes);
   Stats& stats = shared_.stats;
   stats.tokens_held.fetch_sub(tokens, std::memory_order_relaxed);
+  stats.layers_held.fetch_sub(layers, std::memory_order_relaxed);
   stats.sessions.fetch_sub(1, std::memory_order_relaxed);
   stats.sessions_ended[static_cast<size_t>(end)].fetch_add(1, std::memory_order_release);
   shared_.directory.Remove(id, reason);

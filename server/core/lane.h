@@ -23,6 +23,7 @@
 #include "server/core/clock.h"
 #include "server/core/directory.h"
 #include "server/core/join.h"
+#include "server/core/policies.h"
 #include "server/core/session_table.h"
 #include "server/core/stats.h"
 #include "server/core/step.h"
@@ -135,6 +136,8 @@ class Lane {
   void Loop();
   void WaitForWork(std::unique_lock<std::mutex>& lock);
   void RunBatch(std::vector<Queued> batch);
+  // REQUIRES: the batch is not empty.
+  PolicyInputs ReadPolicyInputs(const std::vector<Queued>& batch, TimePoint now);
   void RunTask(Queued& queued);
   void Run(OpenTask& task);
   void Run(const Queued& queued, TruncateTask& task);
@@ -161,6 +164,7 @@ class Lane {
 
   // Of the lane's thread alone.
   SessionTable table_;
+  LoadMeter load_;
   std::deque<std::string> maintenance_queue_;  // ids of sessions that are due, each once
   std::set<std::string> in_maintenance_queue_;
   std::deque<Job> jobs_;

@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 
@@ -72,6 +73,14 @@ inline constexpr uint32_t kMeanTokens = 512;
 // one-plane estimate passes through exp() and lets the noisiest head of a group crowd out the others. Ten replayed
 // traces, one plane, needle share of the worst: 0.957 as they are, 0.972 at 0.3; two planes: 1.000 either way.
 inline constexpr float kScanFlatness[2] = {0.3f, 1.0f};
+// Policies. Bounds of K: the load's are the article's; scaling by length goes lower, as it takes from short sessions.
+inline constexpr uint32_t kLoadAdaptiveTokensMin = 256;
+inline constexpr uint32_t kLoadAdaptiveTokensMax = 2048;
+inline constexpr uint32_t kLengthScaledTokensMin = 64;
+inline constexpr uint32_t kLengthScaledTokensMax = 2048;
+// What a call may wait in its lane's queue before K shrinks: 32 layers wait 64 ms a token then.
+inline constexpr std::chrono::nanoseconds kLoadTargetWait = std::chrono::milliseconds(2);
+
 // Centroids one maintenance step builds lists for.
 inline constexpr uint32_t kMaintenanceCentroids = 16;
 // Tokens the tail may grow to before maintenance takes it in (MAINTENANCE_AUTO).

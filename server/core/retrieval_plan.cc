@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/math.h"
@@ -14,6 +15,11 @@
 
 namespace ctkvr {
 namespace {
+
+struct Policing {
+  PolicyConfig policies;
+  PolicyInputs inputs;
+};
 
 absl::Status CheckShapes(const Layer& layer, const Query& query) {
   const LayerConfig& config = layer.config();
@@ -78,12 +84,16 @@ void PlanSketch(const Selection& selection, PositionPlan& plan) {
   }
 }
 
-PositionPlan PlanPosition(const Layer& layer, const Selection& selection, const Query& query, uint32_t position) {
+// `selection` is moved to what the policies make of it.
+PositionPlan PlanPosition(const Layer& layer, const Policing& policing, const Query& query, uint32_t position,
+                          Selection& selection) {
   PositionPlan plan;
   // A query sees its own position, where the layer holds it.
   const uint32_t seen = std::min(layer.length(), position + 1);
   plan.end = std::min(seen, query.local_begin.value_or(seen));
   plan.begin = std::min(query.local_sinks, plan.end);
+  ApplyPolicies(policing.policies, policing.inputs, plan.visible(), selection);
+  plan.k_tokens = selection.k_tokens;
   plan.force_below = selection.sink_tokens;
   plan.force_from = seen - std::min(seen, selection.window_tokens);
   const bool has_tail = selection.source == Source::kQueryCentroids && layer.index()->live() != nullptr;
@@ -180,9 +190,25 @@ absl::Status CheckAfterIndex(const Layer& layer, const Query& query, const Query
   return absl::OkStatus();
 }
 
+// The positions of a plan whose settings stand, and the checks of what they may answer.
+absl::Status PlanPositions(const Layer& layer, const Policing& policing, const Query& query, QueryPlan& plan) {
+  Selection used;
+  for (uint32_t p = 0; p < query.positions; ++p) {
+    used = plan.used;
+    plan.positions.push_back(PlanPosition(layer, policing, query, query.position + p, used));
+  }
+  plan.used = std::move(used);
+  const PositionPlan& last = plan.positions.back();
+  if (last.path == Path::kSketch) plan.used.candidate_tokens = std::min(plan.used.candidate_tokens, last.visible());
+  CTKVR_RETURN_IF_ERROR(CheckAfterIndex(layer, query, plan));
+  CTKVR_RETURN_IF_ERROR(CheckSlotTable(layer, query, plan));
+  return CheckAnswerBytes(layer, query, plan);
+}
+
 }  // namespace
 
-absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query) {
+absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query,
+                                    const PolicyInputs& inputs) {
   CTKVR_RETURN_IF_ERROR(CheckShapes(layer, query));
   CTKVR_RETURN_IF_ERROR(CheckAnswerForm(query));
   CTKVR_RETURN_IF_ERROR(CheckRemainder(layer, query));
@@ -195,14 +221,12 @@ absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& ses
   plan.set_heads = per_head ? 1 : config.group_heads();
   const bool has_live = layer.index() != nullptr && layer.index()->live() != nullptr;
   if (has_live) plan.used.probes = std::min(plan.used.probes, layer.index()->centroid_count());
-  for (uint32_t p = 0; p < query.positions; ++p) {
-    plan.positions.push_back(PlanPosition(layer, plan.used, query, query.position + p));
-  }
-  const PositionPlan& last = plan.positions.back();
-  if (last.path == Path::kSketch) plan.used.candidate_tokens = std::min(plan.used.candidate_tokens, last.visible());
-  CTKVR_RETURN_IF_ERROR(CheckAfterIndex(layer, query, plan));
-  CTKVR_RETURN_IF_ERROR(CheckSlotTable(layer, query, plan));
-  CTKVR_RETURN_IF_ERROR(CheckAnswerBytes(layer, query, plan));
+  const QueryPlan draft = plan;
+  const absl::Status status = PlanPositions(layer, {session.policies, inputs}, query, plan);
+  if (status.ok()) return plan;
+  if (!session.policies.moves_k()) return status;
+  plan = draft;
+  CTKVR_RETURN_IF_ERROR(PlanPositions(layer, {}, query, plan));
   return plan;
 }
 

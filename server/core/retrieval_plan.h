@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "server/core/layer.h"
+#include "server/core/policies.h"
 #include "server/core/types.h"
 
 namespace ctkvr {
@@ -31,6 +32,7 @@ struct PositionPlan {
   uint32_t force_below = 0;  // always included: visible positions < force_below or >= force_from
   uint32_t force_from = 0;
   uint32_t always = 0;      // how many those are
+  uint32_t k_tokens = 0;    // chosen beside them at most, where not everything is
   uint32_t survivors = 0;   // kSketch: kept beside the always-included after the first pass; 0: one pass only
   uint32_t candidates = 0;  // kSketch: kept before scoring
   uint32_t scored_max = 0;  // tokens scored at most
@@ -49,7 +51,9 @@ struct QueryPlan {
 // INVALID_ARGUMENT: shapes, settings. OUT_OF_RANGE (BEFORE_INDEX): see Cache.Retrieve. FAILED_PRECONDITION: new rows
 // without slot tables, or with too few slots (CACHE_TOO_SMALL). RESOURCE_EXHAUSTED: the answer might be larger than
 // limits::kReplyBytesMax. REQUIRES: elements were checked.
-absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query);
+// Policies that would make an answer too large for its slots or its reply give way to the plain settings.
+absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query,
+                                    const PolicyInputs& inputs = {});
 
 absl::Status CacheTooSmallError(uint32_t cache_slots, uint64_t needed);
 

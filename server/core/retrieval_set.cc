@@ -190,7 +190,7 @@ class SetBuilder {
 
   void BuildSelect() {
     const Selection& used = item_.plan.used;
-    set_.select = MakeSelect(scored_, set_.score.scores, used.k_tokens, memory_.Out(&set_.chosen, 1));
+    set_.select = MakeSelect(scored_, set_.score.scores, set_.plan->k_tokens, memory_.Out(&set_.chosen, 1));
     if (used.min_score.has_value()) set_.select.min_score = *used.min_score;
     set_.select.min_share = used.min_share;
     set_.select.top_p = used.top_p;

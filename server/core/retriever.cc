@@ -370,7 +370,7 @@ absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   Session& session = *task.session;
   CTKVR_RETURN_IF_ERROR(session.CheckHealthy());
   CTKVR_ASSIGN_OR_RETURN(item.layer, session.FindLayer(task.query->layer));
-  CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query));
+  CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query, task.policy_inputs));
   item.answer.counts.assign(item.plan.positions.size() * item.plan.sets, 0);
   if (item.wants_attention()) item.answer.attention = EmptyAttention(item.layer->config(), task.query->positions);
   if (item.wants_new_rows()) item.answer.new_counts = item.answer.counts;

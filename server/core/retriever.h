@@ -20,6 +20,7 @@
 #include "absl/status/statusor.h"
 #include "server/core/batch_memory.h"
 #include "server/core/clock.h"
+#include "server/core/policies.h"
 #include "server/core/session.h"
 #include "server/core/stats.h"
 #include "server/core/types.h"
@@ -30,6 +31,7 @@ struct RetrievalTask {
   Session* session = nullptr;
   const Query* query = nullptr;
   const CallContext* context = nullptr;
+  PolicyInputs policy_inputs;
   absl::StatusOr<Answer>* result = nullptr;  // out
 };
 

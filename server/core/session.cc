@@ -343,6 +343,11 @@ uint64_t Session::tokens_held() const {
   return tokens;
 }
 
+uint32_t Session::layers_held() const {
+  const auto holds = [](const auto& layer) { return layer != nullptr && layer->length() > 0; };
+  return static_cast<uint32_t>(std::count_if(layers_.begin(), layers_.end(), holds));
+}
+
 SessionInfo Session::Info() const {
   SessionInfo info{.id = spec_.id,
                    .epoch = spec_.epoch,

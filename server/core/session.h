@@ -72,6 +72,7 @@ class Session {
   SessionSummary Summary() const;  // the same
   MemoryInfo Memory() const;
   uint64_t tokens_held() const;  // (layer, token)
+  uint32_t layers_held() const;  // that hold any token
 
  private:
   struct Build {
@@ -81,8 +82,8 @@ class Session {
     uint32_t centroid = 0;
   };
   struct MaintenanceState {
-    uint32_t wanted_length = 0;  // 0: nothing requested
-    uint32_t failed_length = 0;  // the layer's length when a build failed; 0: none has
+    uint32_t wanted_length = 0;     // 0: nothing requested
+    uint32_t failed_length = 0;     // the layer's length when a build failed; 0: none has
     uint32_t wanted_clustered = 0;  // the same two of the key clusters
     uint32_t failed_clustered = 0;
   };

@@ -93,6 +93,17 @@ struct LayerConfig {
 
 enum class Maintenance : uint8_t { kAuto, kManual };
 
+// See Policies in the proto; what they do is in policies.h.
+struct PolicyConfig {
+  bool load_adaptive_k = false;
+  bool length_scaled_k = false;
+  uint32_t ramp_tokens = 0;  // 0: none
+
+  // Whether K of a query may differ from the selection's.
+  bool moves_k() const { return load_adaptive_k || length_scaled_k || ramp_tokens > 0; }
+  bool operator==(const PolicyConfig&) const = default;
+};
+
 struct SessionConfig {
   std::vector<LayerConfig> layers;
   DType dtype = DType::kF16;  // of the tensors that calls carry
@@ -103,6 +114,7 @@ struct SessionConfig {
   std::string fingerprint;
   uint64_t rotation_seed = 0;  // 0: drawn by the engine
   uint32_t cache_slots = 0;    // 0: no slot tables
+  PolicyConfig policies;
 };
 
 // INVALID_ARGUMENT (field, value, limit) unless every number is within limits.h and the settings go together.

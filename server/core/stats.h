@@ -66,6 +66,7 @@ struct Stats {
   std::atomic<int64_t> sessions{0};
   std::atomic<int64_t> queued_items{0};
   std::atomic<int64_t> tokens_held{0};   // (layer, token)
+  std::atomic<int64_t> layers_held{0};   // that hold any token, of all sessions
   std::atomic<bool> device_lost{false};  // the backend said UNAVAILABLE, which is for good
 };
 

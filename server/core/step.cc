@@ -24,9 +24,12 @@ void StepRunner::AddItem(StepCall& call, uint32_t item, TimePoint arrived) {
   }
   if (request.chunk.has_value()) AddAppend(**session, call, item);
   if (!request.query.has_value()) return;
-  queries_.push_back(
-      {.task = {.session = *session, .query = &*request.query, .context = &call.context, .result = &result.answer},
-       .append = request.chunk.has_value() ? &result.append : nullptr});
+  queries_.push_back({.task = {.session = *session,
+                               .query = &*request.query,
+                               .context = &call.context,
+                               .policy_inputs = policy_inputs_,
+                               .result = &result.answer},
+                      .append = request.chunk.has_value() ? &result.append : nullptr});
   queried_keys_.insert({*session, request.query->layer});
 }
 

@@ -50,6 +50,8 @@ class StepRunner {
   using Observer = std::function<void(Session&)>;
   StepRunner(LaneDevice device, const Clock& clock, Stats& stats, Finder find, Observer appended);
 
+  // Of the retrievals added from now on.
+  void SetPolicyInputs(const PolicyInputs& inputs) { policy_inputs_ = inputs; }
   // REQUIRES: sessions found stay until Flush.
   void Add(StepPart part, TimePoint arrived);
   // Runs all that was added and completes the calls.
@@ -71,6 +73,7 @@ class StepRunner {
   Stats& stats_;
   const Finder find_;
   const Observer appended_;
+  PolicyInputs policy_inputs_;
   std::vector<StepPart> parts_;
   std::vector<AppendTask> appends_;
   std::set<Key> appended_keys_;

@@ -25,6 +25,12 @@ v1::GroupReduction EncodeReduction(Reduction reduction) {
   return v1::GROUP_REDUCTION_UNSPECIFIED;
 }
 
+void EncodePolicies(const PolicyConfig& config, v1::Policies* message) {
+  message->set_load_adaptive_k(config.load_adaptive_k);
+  message->set_length_scaled_k(config.length_scaled_k);
+  message->set_ramp_tokens(config.ramp_tokens);
+}
+
 void EncodeQueryCentroids(const QueryCentroidConfig& config, v1::QueryCentroidOptions* message) {
   message->set_centroids(config.centroids);
   message->set_list_tokens(config.list_tokens);
@@ -236,6 +242,7 @@ void EncodeSessionOptions(const SessionConfig& config, v1::SessionOptions* optio
   options->set_fingerprint(config.fingerprint);
   options->set_rotation_seed(config.rotation_seed);
   options->set_cache_slots(config.cache_slots);
+  EncodePolicies(config.policies, options->mutable_policies());
   options->set_value_tier(v1::VALUE_TIER_DEVICE);
   options->set_admission(v1::ADMISSION_AT_OPEN);
 }

@@ -149,9 +149,6 @@ absl::Status CheckServed(const v1::SessionOptions& options) {
   if (!options.model_centroids().empty()) return NotServed("options.model_centroids");
   const v1::Policies& policies = options.policies();
   if (policies.has_dedup_similarity()) return NotServed("options.policies.dedup_similarity");
-  if (policies.load_adaptive_k()) return NotServed("options.policies.load_adaptive_k");
-  if (policies.length_scaled_k()) return NotServed("options.policies.length_scaled_k");
-  if (policies.ramp_tokens() != 0) return NotServed("options.policies.ramp_tokens");
   if (policies.has_recency_weight_min()) return NotServed("options.policies.recency_weight_min");
   if (policies.has_recency_weight_max()) return NotServed("options.policies.recency_weight_max");
   if (policies.has_needle_share_target()) return NotServed("options.policies.needle_share_target");
@@ -291,6 +288,9 @@ absl::StatusOr<SessionConfig> DecodeSessionOptions(const v1::SessionOptions& opt
   config.fingerprint = options.fingerprint();
   config.rotation_seed = options.rotation_seed();
   config.cache_slots = options.cache_slots();
+  config.policies = {.load_adaptive_k = options.policies().load_adaptive_k(),
+                     .length_scaled_k = options.policies().length_scaled_k(),
+                     .ramp_tokens = options.policies().ramp_tokens()};
   return config;
 }
 

@@ -52,6 +52,17 @@ TEST_F(SelectionFlagsTest, SketchFlagsReachTheirFields) {
   EXPECT_FALSE(selection.has_probes());
 }
 
+TEST_F(SelectionFlagsTest, PoliciesReachTheirFields) {
+  ASSERT_TRUE(Parse({}));
+  EXPECT_EQ(MakeSessionOptions(flags_).policies().ByteSizeLong(), 0u);
+  ASSERT_TRUE(Parse({"--load-adaptive-k", "--ramp", "7"}));
+  EXPECT_TRUE(MakeSessionOptions(flags_).policies().load_adaptive_k());
+  EXPECT_FALSE(MakeSessionOptions(flags_).policies().length_scaled_k());
+  EXPECT_EQ(MakeSessionOptions(flags_).policies().ramp_tokens(), 7u);
+  ASSERT_TRUE(Parse({"--length-scaled-k"}));
+  EXPECT_TRUE(MakeSessionOptions(flags_).policies().length_scaled_k());
+}
+
 TEST_F(SelectionFlagsTest, QueryCentroidsComeWithTheirSet) {
   ASSERT_TRUE(Parse({"--source", "query_centroids", "--centroids", "64", "--list-tokens", "128", "--probes", "2"}));
   const v1::SessionOptions options = MakeSessionOptions(flags_);
