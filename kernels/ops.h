@@ -21,6 +21,7 @@
 
 #include "kernels/base/dtype.h"
 #include "kernels/formats.h"
+#include "kernels/rank_policy.h"
 
 namespace ctkvr {
 
@@ -143,7 +144,7 @@ struct SoftmaxParams {
 //   p(r, t) = softmax over all tokens listed (and the sink logit) of logit(r, t)
 //   group(t) = sum over r of p(r, t), or the maximum; ranked in the log domain so that small shares do not vanish:
 //   g(t) = log(sum_r exp(logit(r, t) - lse_r)), or max_r(logit(r, t) - lse_r); one head ranks by its scores: same order
-// Forced are tokens < force_below and tokens >= force_from. Then, of the k others, in this order:
+// Forced are tokens < force_below and tokens >= force_from. Of the k others, less those that `policy` calls redundant:
 //   min_score: leave out those whose max over r of score(r, t) is below it   (-inf switches it off)
 //   min_share: leave out those whose mean over r of p(r, t) is below it      (0 switches it off)
 //   top_p: walk them best first and stop as soon as forced and walked shares reach it (1 switches it off); shares as
@@ -164,6 +165,7 @@ struct SelectTokensItem {
   float min_score = -std::numeric_limits<float>::infinity();
   float min_share = 0;
   float top_p = 1;
+  RankPolicy policy;  // moves the ranking
   // Out, ascending by position.
   uint32_t* chosen = nullptr;        // [k + forced tokens]
   uint32_t* chosen_count = nullptr;
@@ -222,10 +224,8 @@ struct MergeCandidatesItem {
   uint32_t list_tokens = 0;               // rho
   const uint32_t* selected = nullptr;     // [probes]
   uint32_t probes = 0;
-  uint32_t begin = 0;
-  uint32_t end = 0;
-  uint32_t force_below = 0;
-  uint32_t force_from = 0;
+  uint32_t begin = 0, end = 0;
+  uint32_t force_below = 0, force_from = 0;
   uint32_t* tokens = nullptr;             // [min(end - begin, probes * rho + forced)]
   uint32_t* count = nullptr;
   void* workspace = nullptr;              // MergeCandidatesWorkspaceBytes(begin, end)

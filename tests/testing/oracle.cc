@@ -377,9 +377,38 @@ std::vector<size_t> TopK(const Row& values, size_t k) {
   return order;
 }
 
+namespace {
+
+// The best k of `ranks`, those that fill a quota first. `places` says where each stands among the options' classes.
+std::vector<size_t> BestWithQuotas(const Row& ranks, const std::vector<size_t>& places, const SelectOptions& options) {
+  const std::vector<size_t> order = TopK(ranks, ranks.size());
+  std::vector<size_t> best;
+  std::vector<bool> taken(ranks.size());
+  const auto take = [&](size_t i) {
+    if (taken[i] || best.size() >= options.k) return;
+    taken[i] = true;
+    best.push_back(i);
+  };
+  for (size_t c = 0; c < options.class_quotas.size(); ++c) {
+    uint32_t filled = 0;
+    for (const size_t i : order) {
+      if (options.classes[places[i]] != c || filled == options.class_quotas[c]) continue;
+      ++filled;
+      take(i);
+    }
+  }
+  for (const size_t i : order) take(i);
+  std::sort(best.begin(), best.end(),
+            [&](size_t a, size_t b) { return ranks[a] != ranks[b] ? ranks[a] > ranks[b] : a < b; });
+  return best;
+}
+
+}  // namespace
+
 std::vector<uint32_t> Select(const Matrix& scores, const std::vector<uint32_t>& tokens, const SelectOptions& options) {
   const Matrix log_shares = LogShares(scores, options.softmax);
-  const Row ranks = scores.size() == 1 ? scores[0] : GroupRanks(log_shares, options.reduction);
+  Row ranks = scores.size() == 1 && options.terms.empty() ? scores[0] : GroupRanks(log_shares, options.reduction);
+  for (size_t i = 0; i < options.terms.size(); ++i) ranks[i] += options.terms[i];
   const Row shares = MeanShares(log_shares);
   std::vector<uint32_t> chosen;
   std::vector<size_t> others;
@@ -394,8 +423,17 @@ std::vector<uint32_t> Select(const Matrix& scores, const std::vector<uint32_t>& 
       other_ranks.push_back(ranks[i]);
     }
   }
-  for (const size_t best : TopK(other_ranks, options.k)) {
+  std::vector<size_t> kept;
+  for (const size_t best : BestWithQuotas(other_ranks, others, options)) {
     const size_t i = others[best];
+    const bool redundant = !options.signs.empty() && std::any_of(kept.begin(), kept.end(), [&](size_t earlier) {
+      uint32_t differing = 0;
+      for (size_t d = 0; d < options.signs[i].size(); ++d)
+        differing += options.signs[i][d] != options.signs[earlier][d];
+      return differing <= options.redundant_bits;
+    });
+    if (redundant) continue;
+    kept.push_back(i);
     double score = -Infinity();
     for (const Row& row : scores) score = std::max(score, row[i]);
     if (score < options.min_score || shares[i] < options.min_share) continue;

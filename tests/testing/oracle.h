@@ -110,6 +110,11 @@ struct SelectOptions {
   double min_score = -std::numeric_limits<double>::infinity();
   double min_share = 0;
   double top_p = 1;
+  Row terms;                             // [tokens] added to the ranks; empty: none
+  std::vector<uint8_t> classes;          // [tokens]
+  std::vector<uint32_t> class_quotas;    // by class
+  std::vector<std::vector<bool>> signs;  // [tokens][D]; empty: nothing is redundant
+  uint32_t redundant_bits = 0;
 };
 // Chosen entries of `tokens` (ascending positions), ascending. scores [R][tokens].
 std::vector<uint32_t> Select(const Matrix& scores, const std::vector<uint32_t>& tokens, const SelectOptions& options);
