@@ -60,6 +60,14 @@ void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
   command->add_flag("--length-scaled-k", flags->length_scaled_k, "Policy: K follows the root of the length");
   command->add_option("--ramp", flags->ramp_tokens, "Policy: tokens from answering with all to answering with K")
       ->capture_default_str();
+  command
+      ->add_option("--dedup", flags->dedup_similarity,
+                   "Policy: candidates as like to a better one are not scored; 0: all")
+      ->capture_default_str();
+  command->add_option("--recency-min", flags->recency_weight_min, "Policy: ranking weight of the oldest token")
+      ->capture_default_str();
+  command->add_option("--recency-max", flags->recency_weight_max, "Policy: ranking weight of the newest token")
+      ->capture_default_str();
   command->add_option("--answer", flags->answer, "What a reply carries")
       ->check(one_of({"ids", "scores", "rows", "new_rows", "attention"}))
       ->capture_default_str();
@@ -83,6 +91,9 @@ v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags) {
   policies->set_load_adaptive_k(flags.load_adaptive_k);
   policies->set_length_scaled_k(flags.length_scaled_k);
   policies->set_ramp_tokens(flags.ramp_tokens);
+  if (flags.dedup_similarity != 0) policies->set_dedup_similarity(flags.dedup_similarity);
+  if (flags.recency_weight_min != 1) policies->set_recency_weight_min(flags.recency_weight_min);
+  if (flags.recency_weight_max != 1) policies->set_recency_weight_max(flags.recency_weight_max);
   v1::Selection* selection = options.mutable_selection();
   selection->set_source(Parse<v1::Source>("SOURCE_", flags.source, &v1::Source_Parse));
   selection->set_reduction(Parse<v1::GroupReduction>("GROUP_REDUCTION_", flags.reduction, &v1::GroupReduction_Parse));

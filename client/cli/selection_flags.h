@@ -31,7 +31,10 @@ struct SelectionFlags {
   uint32_t dense_below_tokens = 0;
   bool load_adaptive_k = false;
   bool length_scaled_k = false;
-  uint32_t ramp_tokens = 0;  // 0: none
+  uint32_t ramp_tokens = 0;    // 0: none
+  float dedup_similarity = 0;  // 0: none
+  float recency_weight_min = 1;
+  float recency_weight_max = 1;
   std::string answer = "rows";
   uint32_t cache_slots = 2048;  // a KV head
   std::string row_format = "f16";
@@ -40,9 +43,9 @@ struct SelectionFlags {
 
 void AddSelectionFlags(CLI::App* command, SelectionFlags* flags);
 
-// Format, selection, sets of query centroids (only where the source needs them), policies, first planes, rotation seed, manual
-// maintenance. Geometry, token limit and softmax are left to the caller. REQUIRES: names as AddSelectionFlags lets
-// through.
+// Format, selection, sets of query centroids (only where the source needs them), policies, first planes, rotation seed,
+// manual maintenance. Geometry, token limit and softmax are left to the caller. REQUIRES: names as AddSelectionFlags
+// lets through.
 v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags);
 v1::AnswerOptions MakeAnswerOptions(const SelectionFlags& flags);
 

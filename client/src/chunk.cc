@@ -13,6 +13,7 @@ namespace {
 
 // Room for session id, fingerprint, dims and field tags beside the arrays of a message.
 constexpr uint64_t kMessageOverheadBytes = 1024;
+constexpr uint64_t kClassBytes = 2;  // a number up to 255 as the wire packs it
 
 uint64_t KeyBytes(const LayerShape& shape) { return uint64_t{shape.kv_heads} * shape.head_dim * BytesOf(shape.dtype); }
 uint64_t ValueBytes(const LayerShape& shape) {
@@ -26,6 +27,18 @@ absl::Status CheckBytes(const char* name, size_t given, uint64_t count, uint64_t
       absl::StrCat("chunk.", name, " has ", given, " bytes; ", count, " of ", each, " bytes are expected"));
 }
 
+absl::Status CheckTags(const char* name, size_t given, uint32_t tokens) {
+  if (given == 0 || given == tokens) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("chunk.", name, " has ", given, " elements; none or one for each of ",
+                                                 tokens, " tokens is expected"));
+}
+
+// Elements [begin, begin + count) where there are any.
+template <typename T>
+std::span<const T> Slice(std::span<const T> tags, uint32_t begin, uint32_t count) {
+  return tags.empty() ? tags : tags.subspan(begin, count);
+}
+
 }  // namespace
 
 absl::Status CheckChunk(const ChunkView& chunk, const LayerShape& shape) {
@@ -36,17 +49,23 @@ absl::Status CheckChunk(const ChunkView& chunk, const LayerShape& shape) {
   }
   if (auto s = CheckBytes("keys", chunk.keys.size(), chunk.tokens, KeyBytes(shape)); !s.ok()) return s;
   if (auto s = CheckBytes("values", chunk.values.size(), chunk.tokens, ValueBytes(shape)); !s.ok()) return s;
+  if (auto s = CheckTags("weights", chunk.weights.size(), chunk.tokens); !s.ok()) return s;
+  if (auto s = CheckTags("classes", chunk.classes.size(), chunk.tokens); !s.ok()) return s;
   return CheckBytes("queries", chunk.queries.size(), chunk.query_positions, QueryBytes(shape));
 }
 
-uint32_t TokensPerMessage(const LayerShape& shape, bool with_queries, const v1::ServerLimits& limits,
+uint32_t TokensPerMessage(const LayerShape& shape, const ChunkView& chunk, const v1::ServerLimits& limits,
                           uint32_t append_bytes) {
   uint64_t bytes = append_bytes;
   if (limits.message_bytes_max() > 0) {
     const uint64_t limit = limits.message_bytes_max();
     bytes = std::min(bytes, limit > kMessageOverheadBytes ? limit - kMessageOverheadBytes : 1);
   }
-  uint64_t tokens = bytes / (KeyBytes(shape) + ValueBytes(shape) + (with_queries ? QueryBytes(shape) : 0));
+  uint64_t token_bytes = KeyBytes(shape) + ValueBytes(shape);
+  if (chunk.query_positions > 0) token_bytes += QueryBytes(shape);
+  if (!chunk.weights.empty()) token_bytes += sizeof(float);
+  if (!chunk.classes.empty()) token_bytes += kClassBytes;
+  uint64_t tokens = bytes / token_bytes;
   if (limits.append_tokens_max() > 0) tokens = std::min<uint64_t>(tokens, limits.append_tokens_max());
   return static_cast<uint32_t>(std::max<uint64_t>(tokens, 1));
 }
@@ -64,7 +83,9 @@ ChunkView Part(const ChunkView& chunk, const LayerShape& shape, uint32_t begin, 
           .keys = chunk.keys.subspan(begin * KeyBytes(shape), tokens * KeyBytes(shape)),
           .values = chunk.values.subspan(begin * ValueBytes(shape), tokens * ValueBytes(shape)),
           .query_positions = query_positions,
-          .queries = chunk.queries.subspan(query_offset, query_positions * QueryBytes(shape))};
+          .queries = chunk.queries.subspan(query_offset, query_positions * QueryBytes(shape)),
+          .weights = Slice(chunk.weights, begin, tokens),
+          .classes = Slice(chunk.classes, begin, tokens)};
 }
 
 v1::Chunk ToMessage(const ChunkView& chunk, const LayerShape& shape) {
@@ -79,6 +100,8 @@ v1::Chunk ToMessage(const ChunkView& chunk, const LayerShape& shape) {
     const uint32_t query_dims[] = {chunk.query_positions, shape.q_heads, shape.head_dim};
     *message.mutable_queries() = MakeTensor(shape.dtype, query_dims, chunk.queries);
   }
+  message.mutable_weights()->Assign(chunk.weights.begin(), chunk.weights.end());
+  message.mutable_classes()->Assign(chunk.classes.begin(), chunk.classes.end());
   return message;
 }
 

@@ -13,15 +13,15 @@
 
 namespace ctkvr::client {
 
-// INVALID_ARGUMENT: no token, bytes that do not match `shape`, or more query positions than tokens.
+// INVALID_ARGUMENT: no token, bytes that do not match `shape`, more query positions than tokens, or tags of some only.
 absl::Status CheckChunk(const ChunkView& chunk, const LayerShape& shape);
 
-// Tokens a message may hold: at most ServerLimits.append_tokens_max, about `append_bytes`, and never so many that the
-// message exceeds message_bytes_max. At least 1. A limit of 0 is none.
-uint32_t TokensPerMessage(const LayerShape& shape, bool with_queries, const v1::ServerLimits& limits,
+// Tokens of the chunk that a message may hold: at most ServerLimits.append_tokens_max, about `append_bytes`, and never
+// so many that the message exceeds message_bytes_max. At least 1. A limit of 0 is none.
+uint32_t TokensPerMessage(const LayerShape& shape, const ChunkView& chunk, const v1::ServerLimits& limits,
                           uint32_t append_bytes);
 
-// Tokens [begin, end) of the chunk, with the queries of these positions. REQUIRES: CheckChunk passed.
+// Tokens [begin, end) of the chunk, with the queries and tags of these positions. REQUIRES: CheckChunk passed.
 ChunkView Part(const ChunkView& chunk, const LayerShape& shape, uint32_t begin, uint32_t end);
 
 v1::Chunk ToMessage(const ChunkView& chunk, const LayerShape& shape);

@@ -47,8 +47,7 @@ absl::StatusOr<AppendResult> Session::Append(const ChunkView& chunk, const CallO
   if (!shape.ok()) return shape.status();
   if (auto s = CheckChunk(chunk, *shape); !s.ok()) return s;
   const Deadline deadline = state_->core->DeadlineOf(call);
-  const uint32_t step =
-      TokensPerMessage(*shape, chunk.query_positions > 0, state_->core->limits(), state_->core->options().append_bytes);
+  const uint32_t step = TokensPerMessage(*shape, chunk, state_->core->limits(), state_->core->options().append_bytes);
   AppendResult result;
   for (uint32_t begin = 0; begin < chunk.tokens;) {
     const uint32_t end = begin + std::min(step, chunk.tokens - begin);

@@ -35,8 +35,7 @@ absl::Status AppendStream::Write(const ChunkView& chunk) {
   const auto shape = ShapeOfLayer(state_->options, chunk.layer);
   if (!shape.ok()) return shape.status();
   if (auto s = CheckChunk(chunk, *shape); !s.ok()) return s;
-  const uint32_t step =
-      TokensPerMessage(*shape, chunk.query_positions > 0, state_->core->limits(), state_->core->options().append_bytes);
+  const uint32_t step = TokensPerMessage(*shape, chunk, state_->core->limits(), state_->core->options().append_bytes);
   for (uint32_t begin = 0; begin < chunk.tokens;) {
     const uint32_t end = begin + std::min(step, chunk.tokens - begin);
     const ChunkView part = Part(chunk, *shape, begin, end);

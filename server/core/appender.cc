@@ -51,6 +51,11 @@ absl::Status CheckShapes(const Layer& layer, const Chunk& chunk) {
   if (chunk.query_positions > 0) CTKVR_RETURN_IF_ERROR(CheckEqual("q_heads", chunk.q_heads, config.q_heads));
   CTKVR_RETURN_IF_ERROR(
       CheckBytes("queries", chunk.queries.size(), {chunk.query_positions, config.q_heads, config.head_dim, element}));
+  CTKVR_RETURN_IF_ERROR(TokenTags::Check(chunk));
+  if (layer.tags() == nullptr && !(chunk.weights.empty() && chunk.classes.empty())) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(chunk.weights.empty() ? "classes" : "weights", " are given; the session takes no tags"));
+  }
   if (chunk.query_positions > chunk.tokens) {
     return absl::InvalidArgumentError(
         absl::StrCat("queries has ", chunk.query_positions, " positions; the chunk has ", chunk.tokens, " tokens"));
@@ -336,6 +341,7 @@ class Writer {
 void Publish(Write& write, Stats& stats) {
   const Chunk& chunk = *write.task->chunk;
   if (write.layer->length() == 0) stats.layers_held.fetch_add(1, std::memory_order_relaxed);
+  if (write.layer->tags() != nullptr) write.layer->tags()->Append(chunk);
   if (write.becomes_coded) write.layer->FixMean(std::move(write.mean));
   write.layer->Commit(write.end);
   if (write.ring.has_value()) {
@@ -368,6 +374,7 @@ absl::Status Begin(LaneDevice device, Stats& stats, const AppendTask& task, std:
     return absl::OkStatus();
   }
   if (placement == Placement::kHeld) {
+    if (layer->tags() != nullptr) CTKVR_RETURN_IF_ERROR(layer->tags()->CheckRepeat(*task.chunk));
     const absl::Status same = CheckRepeat(device, *layer, *task.chunk);
     NoteDeviceError(stats, same);
     CTKVR_RETURN_IF_ERROR(same);

@@ -170,8 +170,9 @@ void Engine::Open(std::string id, SessionConfig config, CallContext context, Cal
   if (const absl::Status status = ValidateSessionConfig(config); !status.ok()) return done(status);
   if (config.rotation_seed == 0) config.rotation_seed = impl_->numbers.Next();
   const uint64_t planned_bytes = Session::PlannedBytes(config);
-  absl::StatusOr<HostBudget::Grant> slot_tables = impl_->slot_table_budget.Take(Session::SlotTableBytes(config));
-  if (!slot_tables.ok()) return done(slot_tables.status());
+  absl::StatusOr<HostBudget::Grant> host_memory =
+      impl_->slot_table_budget.Take(Session::SlotTableBytes(config) + Session::TagBytes(config));
+  if (!host_memory.ok()) return done(host_memory.status());
   uint32_t lane = 0;
   for (uint32_t i = 1; i < impl_->lanes.size(); ++i) {
     if (impl_->lanes[i]->planned_bytes() < impl_->lanes[lane]->planned_bytes()) lane = i;
@@ -182,7 +183,7 @@ void Engine::Open(std::string id, SessionConfig config, CallContext context, Cal
             .work = OpenTask{.spec = {.id = id,
                                       .epoch = impl_->numbers.Next(),
                                       .config = std::move(config),
-                                      .slot_tables = *std::move(slot_tables)},
+                                      .host_memory = *std::move(host_memory)},
                              .planned_bytes = planned_bytes,
                              .done = std::move(done)}};
   if (const absl::Status status = impl_->lanes[lane]->Post(task); !status.ok()) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Host memory beside the arena that sessions are promised at open: their slot tables. Thread-safe.
+// Host memory beside the arena that sessions are promised at open: their slot tables and tags. Thread-safe.
 
 #pragma once
 
@@ -46,8 +46,8 @@ class HostBudget {
     do {
       if (bytes > limit_ - used) {
         return MakeError(absl::StatusCode::kResourceExhausted,
-                         absl::StrCat("slot tables of the session take ", bytes, " bytes; ", used, " of ", limit_,
-                                      " bytes are in use"),
+                         absl::StrCat("slot tables and tags of the session take ", bytes, " bytes; ", used, " of ",
+                                      limit_, " bytes are in use"),
                          kReasonHostMemoryFull);
       }
     } while (!used_.compare_exchange_weak(used, used + bytes, std::memory_order_relaxed));

@@ -66,6 +66,7 @@ Layer::Layer(const LayerConfig& config, const SessionConfig& session, const Memo
     index_.emplace(MakeIndexShape(config, session.token_limit), memory.index);
   }
   if (config.tokens_per_cluster > 0) clusters_.emplace(config, session.token_limit, memory.clusters);
+  if (session.tags) tags_.emplace(session);
   if (session.cache_slots > 0) {
     slot_table_.emplace(SlotTableSets(config), session.cache_slots, memory.first_cache_version);
   }
@@ -137,6 +138,7 @@ void Layer::FixMean(std::vector<float> mean) {
 
 void Layer::Commit(uint32_t length) {
   length_ = length;
+  if (tags_.has_value()) tags_->Truncate(length);
   Shrink(length);
 }
 
@@ -159,6 +161,7 @@ void Layer::AddTo(MemoryInfo& memory) const {
   }
   memory.state_bytes += mean_block_.bytes();
   if (slot_table_.has_value()) memory.slot_table_bytes += SlotTableBytes(slot_table_->sets(), slot_table_->slots());
+  if (tags_.has_value()) memory.tag_bytes += TokenTags::Bytes(length_);
   if (index_.has_value()) memory.index_bytes += index_->held_bytes();
   if (clusters_.has_value()) memory.index_bytes += clusters_->held_bytes();
 }

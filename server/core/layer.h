@@ -24,6 +24,7 @@
 #include "server/core/key_clusters.h"
 #include "server/core/memory_plan.h"
 #include "server/core/slot_table.h"
+#include "server/core/token_tags.h"
 #include "server/core/types.h"
 
 namespace ctkvr {
@@ -103,6 +104,9 @@ class Layer {
   static size_t SlotTablesBytes(const LayerConfig& config, uint32_t cache_slots);
   KeyClusters* clusters() { return clusters_.has_value() ? &*clusters_ : nullptr; }
   const KeyClusters* clusters() const { return clusters_.has_value() ? &*clusters_ : nullptr; }
+  // Null where the session takes no tags. Length is the layer's.
+  TokenTags* tags() { return tags_.has_value() ? &*tags_ : nullptr; }
+  const TokenTags* tags() const { return tags_.has_value() ? &*tags_ : nullptr; }
   // Adds what the layer holds.
   void AddTo(MemoryInfo& memory) const;
 
@@ -127,6 +131,7 @@ class Layer {
   std::optional<QueryIndex> index_;
   std::optional<SlotTable> slot_table_;
   std::optional<KeyClusters> clusters_;
+  std::optional<TokenTags> tags_;
 };
 
 }  // namespace ctkvr

@@ -44,7 +44,7 @@ inline constexpr uint64_t kMessageBytesMax = 64ull << 20;
 
 // Slots of a worker's row cache, a layer and set: they travel in 16 bits, and one value means none.
 inline constexpr uint32_t kCacheSlotsMax = 65535;
-// Host memory for the slot tables of all sessions: 90 sessions of Llama-3-8B with 2,048 slots.
+// Host memory for the slot tables and tags of all sessions: 90 sessions of Llama-3-8B with 2,048 slots.
 inline constexpr uint64_t kSlotTableBytesMax = 1ull << 30;
 
 // Query centroids a KV head.
@@ -78,6 +78,14 @@ inline constexpr uint32_t kLoadAdaptiveTokensMin = 256;
 inline constexpr uint32_t kLoadAdaptiveTokensMax = 2048;
 inline constexpr uint32_t kLengthScaledTokensMin = 64;
 inline constexpr uint32_t kLengthScaledTokensMax = 2048;
+// Least SimHash similarity that makes a candidate redundant: half is what two keys at random have.
+inline constexpr float kDedupSimilarityMin = 0.5f;
+// Factors by which position or tag may change a share before it is ranked.
+inline constexpr float kRecencyWeightMin = 0.01f;
+inline constexpr float kRecencyWeightMax = 100;
+inline constexpr float kTagWeightBoostMax = 100;
+inline constexpr float kTokenWeightMax = 1e6f;
+inline constexpr uint32_t kClassQuotasMax = 16;
 // What a call may wait in its lane's queue before K shrinks: 32 layers wait 64 ms a token then.
 inline constexpr std::chrono::nanoseconds kLoadTargetWait = std::chrono::milliseconds(2);
 

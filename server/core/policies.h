@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Policies that move K away from the plain setting: with the length of a session, with the load of its lane, and on
-// the way from answering with everything to answering with K. Sources: CTkvr (K by load and by length, cold start).
+// Policies: their checks, and those that move K away from the plain setting: with the length of a session, with the
+// load of its lane, and on the way from answering with everything to answering with K. Those that move the ranking are
+// in kernels/rank_policy.h. Source: CTkvr.
 // Thread-safe: values and pure functions; a LoadMeter belongs to one lane.
 
 #pragma once
@@ -9,9 +10,17 @@
 #include <chrono>
 #include <cstdint>
 
+#include "absl/status/status.h"
 #include "server/core/session_config.h"
 
 namespace ctkvr {
+
+// INVALID_ARGUMENT (field, value, limit) unless the policies are within limits.h and go with layers and tags.
+absl::Status ValidatePolicies(const SessionConfig& config);
+
+// Bits in which sign planes of head_dim bits may differ so that a token is redundant: a similarity of
+// 1 - differing / head_dim is at least dedup_similarity. At 0.93: 4 of 64, 8 of 128.
+uint32_t RedundantBits(float dedup_similarity, uint32_t head_dim);
 
 // What K depends on beside session and query. Taken once a batch, so that an answer is the same whoever shares it.
 struct PolicyInputs {

@@ -29,6 +29,7 @@ class SetBuilder {
       query_ = Prepare(set_.first_q_head, heads_);
       const bool wide = set_.is(Path::kSketch);
       const uint32_t widest = wide ? set_.plan->visible() : set_.plan->scored_max;
+      if (set_.selects()) policy_ = MakePolicy();
       if (set_.selects()) workspace_ = memory_.Take<std::byte>(SelectTokensWorkspaceBytes(widest));
       if (set_.is(Path::kSketch)) BuildSketch();
       if (set_.is(Path::kCentroids)) BuildCentroids();
@@ -80,6 +81,28 @@ class SetBuilder {
     return item.out;
   }
 
+  // What moves every ranking of the set.
+  RankPolicy MakePolicy() {
+    const PolicyConfig& policies = *item_.policies;
+    const uint32_t end = set_.plan->end;
+    RankPolicy policy;
+    if (end > 1) {
+      policy.recency_min = policies.recency_weight_min;
+      policy.recency_max = policies.recency_weight_max;
+      policy.length = end;
+    }
+    const TokenTags* tags = layer_.tags();
+    if (policies.tag_weight_boost > 0) {
+      policy.weights = memory_.In(tags->weights().data(), end);
+      policy.weight_boost = policies.tag_weight_boost;
+    }
+    if (!policies.class_quotas.empty()) {
+      policy.classes = memory_.In(tags->classes().data(), end);
+      policy.class_quotas = memory_.In(tags->class_quotas().data(), kTokenClasses);
+    }
+    return policy;
+  }
+
   // Keeps the best k beside the always-included tokens, without the filters of the last selection.
   SelectTokensItem MakeSelect(const Tokens& tokens, const float* scores, uint32_t k, uint32_t* chosen_count) {
     const LayerConfig& config = layer_.config();
@@ -100,6 +123,7 @@ class SetBuilder {
                                            ? GroupReduction::kMaxSoftmax
                                            : GroupReduction::kSumSoftmax,
                           .min_score = -std::numeric_limits<float>::infinity(),
+                          .policy = policy_,
                           .chosen = memory_.Take<uint32_t>(chosen_max),
                           .chosen_count = chosen_count,
                           .chosen_stride = chosen_max,
@@ -142,6 +166,12 @@ class SetBuilder {
                      .stride = survivors.count_max};
       set_.select_candidates = MakeSelect(survivors, refined, plan.candidates, memory_.Take<uint32_t>(1));
     }
+    if (item_.policies->dedup_similarity.has_value()) {
+      set_.select_candidates.policy.redundant_view = &set_.scan.view;
+      set_.select_candidates.policy.redundant_bits =
+          RedundantBits(*item_.policies->dedup_similarity, layer_.config().head_dim);
+    }
+    set_.select_candidates.chosen_count = memory_.Out(&set_.candidates, 1);
     scored_ = ChosenOf(set_.select_candidates);
   }
 
@@ -269,6 +299,7 @@ class SetBuilder {
   const uint32_t* visible_ = nullptr;
   PreparedQuery query_;
   std::byte* workspace_ = nullptr;
+  RankPolicy policy_;
   Tokens scored_;
 };
 
@@ -316,7 +347,7 @@ uint64_t ChoosingBytes(const RetrievalSet& set) {
     case Path::kExact:
       return visible * key_bytes;
     case Path::kSketch: {
-      uint64_t bytes = visible * planes_bytes(layout.first_planes) + plan.scored_max * key_bytes;
+      uint64_t bytes = visible * planes_bytes(layout.first_planes) + set.candidates * key_bytes;
       if (plan.survivors > 0) {
         const uint64_t refined = std::min<uint64_t>(visible, uint64_t{plan.survivors} + plan.always);
         bytes += refined * planes_bytes(set.item->plan.used.refine_planes);

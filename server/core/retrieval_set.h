@@ -22,6 +22,7 @@ struct RetrievalItem {
   const Query* query = nullptr;
   const CallContext* context = nullptr;
   Layer* layer = nullptr;
+  const PolicyConfig* policies = nullptr;
   QueryPlan plan;
   Answer answer;
   absl::Status status;
@@ -66,6 +67,7 @@ struct RetrievalSet {
   // Host side of what the device reads and writes.
   uint32_t visible = 0;
   uint32_t merged = 0;
+  uint32_t candidates = 0;  // kSketch: scored
   uint32_t chosen = 0;
   uint64_t overflow = 0;
   uint32_t value_means_read = 0;

@@ -368,6 +368,7 @@ absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   item.query = task.query;
   item.context = task.context;
   Session& session = *task.session;
+  item.policies = &session.config().policies;
   CTKVR_RETURN_IF_ERROR(session.CheckHealthy());
   CTKVR_ASSIGN_OR_RETURN(item.layer, session.FindLayer(task.query->layer));
   CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query, task.policy_inputs));

@@ -59,6 +59,12 @@ uint64_t Session::SlotTableBytes(const SessionConfig& config) {
   return bytes;
 }
 
+uint64_t Session::TagBytes(const SessionConfig& config) {
+  if (!config.tags) return 0;
+  const auto present = [](const LayerConfig& layer) { return !layer.absent; };
+  return std::count_if(config.layers.begin(), config.layers.end(), present) * TokenTags::Bytes(config.token_limit);
+}
+
 absl::StatusOr<std::unique_ptr<Session>> Session::Create(SessionSpec spec, Arena& arena, LaneDevice device) {
   SessionPlan plan = PlanSession(spec.config);
   absl::StatusOr<std::vector<Reservation>> reservations = arena.Reserve(plan.memory.requests());

@@ -26,7 +26,7 @@ struct SessionSpec {
   std::string id;
   uint64_t epoch = 0;
   SessionConfig config;
-  HostBudget::Grant slot_tables;
+  HostBudget::Grant host_memory;  // of slot tables and tags
 };
 
 class Session {
@@ -35,6 +35,8 @@ class Session {
   static uint64_t PlannedBytes(const SessionConfig& config);
   // Host memory of its slot tables.
   static uint64_t SlotTableBytes(const SessionConfig& config);
+  // Host memory of its tags.
+  static uint64_t TagBytes(const SessionConfig& config);
   // RESOURCE_EXHAUSTED (ARENA_FULL); the backend's errors. Nothing stays taken then.
   static absl::StatusOr<std::unique_ptr<Session>> Create(SessionSpec spec, Arena& arena, LaneDevice device);
 

@@ -94,10 +94,21 @@ struct LayerConfig {
 enum class Maintenance : uint8_t { kAuto, kManual };
 
 // See Policies in the proto; what they do is in policies.h.
+struct ClassQuota {
+  uint32_t token_class = 0;
+  uint32_t tokens = 0;
+
+  bool operator==(const ClassQuota&) const = default;
+};
 struct PolicyConfig {
   bool load_adaptive_k = false;
   bool length_scaled_k = false;
   uint32_t ramp_tokens = 0;  // 0: none
+  std::optional<float> dedup_similarity;
+  float recency_weight_min = 1;  // both 1: none
+  float recency_weight_max = 1;
+  float tag_weight_boost = 0;  // 0: none
+  std::vector<ClassQuota> class_quotas;
 
   // Whether K of a query may differ from the selection's.
   bool moves_k() const { return load_adaptive_k || length_scaled_k || ramp_tokens > 0; }
@@ -115,6 +126,7 @@ struct SessionConfig {
   uint64_t rotation_seed = 0;  // 0: drawn by the engine
   uint32_t cache_slots = 0;    // 0: no slot tables
   PolicyConfig policies;
+  bool tags = false;  // Append may bring them
 };
 
 // INVALID_ARGUMENT (field, value, limit) unless every number is within limits.h and the settings go together.

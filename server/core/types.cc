@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/base/status_macros.h"
 #include "server/core/limits.h"
+#include "server/core/policies.h"
 
 namespace ctkvr {
 namespace {
@@ -153,7 +154,6 @@ absl::Status ValidateSessionConfig(const SessionConfig& config) {
   CTKVR_RETURN_IF_ERROR(InRange("first_planes", config.first_planes, 1, 2));
   CTKVR_RETURN_IF_ERROR(InRange("lease_seconds", static_cast<uint64_t>(config.lease.count()), limits::kLeaseSecondsMin,
                                 limits::kLeaseSecondsMax));
-  CTKVR_RETURN_IF_ERROR(InRange("ramp_tokens", config.policies.ramp_tokens, 0, limits::kTokenLimitMax));
   CTKVR_RETURN_IF_ERROR(InRange("cache_slots", config.cache_slots, 0, limits::kCacheSlotsMax));
   CTKVR_RETURN_IF_ERROR(InRange("bytes of fingerprint", config.fingerprint.size(), 0, limits::kFingerprintBytesMax));
   bool any_present = false;
@@ -166,7 +166,7 @@ absl::Status ValidateSessionConfig(const SessionConfig& config) {
     }
   }
   if (!any_present) return absl::InvalidArgumentError("layers: every layer is absent");
-  return absl::OkStatus();
+  return ValidatePolicies(config);
 }
 
 Selection Resolve(const Selection& base, const SelectionOverride& override) {

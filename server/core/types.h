@@ -53,6 +53,8 @@ struct Chunk {
   std::span<const std::byte> keys;     // [tokens, kv_heads, head_dim]
   std::span<const std::byte> values;   // [tokens, kv_heads, value_dim]
   std::span<const std::byte> queries;  // [query_positions, q_heads, head_dim]
+  std::span<const float> weights;      // [tokens], or empty
+  std::span<const uint32_t> classes;   // [tokens], or empty
 };
 
 struct AppendResult {
@@ -153,6 +155,7 @@ struct MemoryInfo {
   uint64_t index_bytes = 0;
   uint64_t state_bytes = 0;
   uint64_t slot_table_bytes = 0;  // host memory beside the arena: in none of the sums
+  uint64_t tag_bytes = 0;         // the same
   uint64_t held_bytes() const { return page_bytes + raw_bytes + index_bytes + state_bytes; }
 };
 

@@ -101,7 +101,7 @@ void AddServer(const ServerSample& sample, const ServerFacts& facts, double star
   page.Gauge("ctkvr_arena_free_bytes", "Of it, can be admitted now.", static_cast<double>(sample.arena_free_bytes));
   page.Gauge("ctkvr_arena_reserved_bytes", "Of it, admitted.", static_cast<double>(sample.arena_reserved_bytes));
   page.Gauge("ctkvr_arena_held_bytes", "Of it, taken for tokens.", static_cast<double>(sample.arena_held_bytes));
-  page.Gauge("ctkvr_slot_table_bytes", "Host memory beside the arena, for workers' row caches.",
+  page.Gauge("ctkvr_slot_table_bytes", "Host memory beside the arena, for workers' row caches and tokens' tags.",
              static_cast<double>(sample.slot_table_bytes));
   page.Gauge("ctkvr_sessions_max", "Sessions that may be open.", static_cast<double>(facts.sessions_max));
   page.Gauge("ctkvr_lanes", "Threads that own sessions.", facts.lanes);

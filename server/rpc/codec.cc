@@ -224,8 +224,6 @@ absl::StatusOr<std::string> DecodeNewSessionId(const std::string& id) {
 
 absl::StatusOr<Chunk> DecodeChunk(const v1::Chunk& message, const FieldPath& where) {
   if (message.segments_size() != 0) return NotServed(FieldPath(where, "segments"));
-  if (message.weights_size() != 0) return NotServed(FieldPath(where, "weights"));
-  if (message.classes_size() != 0) return NotServed(FieldPath(where, "classes"));
   if (!message.has_keys()) return Missing(FieldPath(where, "keys"));
   if (!message.has_values()) return Missing(FieldPath(where, "values"));
   const TensorLimits most = {limits::kAppendTokensMax, limits::kKvHeadsMax};
@@ -245,7 +243,9 @@ absl::StatusOr<Chunk> DecodeChunk(const v1::Chunk& message, const FieldPath& whe
                  .value_dim = values.dims[2],
                  .keys = keys.data,
                  .values = values.data,
-                 .queries = {}};
+                 .queries = {},
+                 .weights = {message.weights().data(), static_cast<size_t>(message.weights_size())},
+                 .classes = {message.classes().data(), static_cast<size_t>(message.classes_size())}};
   if (message.has_queries()) CTKVR_RETURN_IF_ERROR(DecodeChunkQueries(message.queries(), where, &chunk));
   return chunk;
 }

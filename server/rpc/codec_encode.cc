@@ -29,6 +29,15 @@ void EncodePolicies(const PolicyConfig& config, v1::Policies* message) {
   message->set_load_adaptive_k(config.load_adaptive_k);
   message->set_length_scaled_k(config.length_scaled_k);
   message->set_ramp_tokens(config.ramp_tokens);
+  if (config.dedup_similarity.has_value()) message->set_dedup_similarity(*config.dedup_similarity);
+  message->set_recency_weight_min(config.recency_weight_min);
+  message->set_recency_weight_max(config.recency_weight_max);
+  message->set_tag_weight_boost(config.tag_weight_boost);
+  for (const ClassQuota& quota : config.class_quotas) {
+    v1::ClassQuota* out = message->add_class_quotas();
+    out->set_token_class(quota.token_class);
+    out->set_tokens(quota.tokens);
+  }
 }
 
 void EncodeQueryCentroids(const QueryCentroidConfig& config, v1::QueryCentroidOptions* message) {
@@ -243,6 +252,7 @@ void EncodeSessionOptions(const SessionConfig& config, v1::SessionOptions* optio
   options->set_rotation_seed(config.rotation_seed);
   options->set_cache_slots(config.cache_slots);
   EncodePolicies(config.policies, options->mutable_policies());
+  options->set_tags(config.tags);
   options->set_value_tier(v1::VALUE_TIER_DEVICE);
   options->set_admission(v1::ADMISSION_AT_OPEN);
 }
@@ -299,6 +309,7 @@ void EncodeSessionInfo(const SessionInfo& info, v1::SessionInfo* message) {
   memory->set_index_bytes(info.memory.index_bytes);
   memory->set_state_bytes(info.memory.state_bytes);
   memory->set_slot_table_bytes(info.memory.slot_table_bytes);
+  memory->set_tag_bytes(info.memory.tag_bytes);
   if (row_pairs != 0) {
     memory->set_bytes_per_token_head(static_cast<double>(info.memory.page_bytes) / static_cast<double>(row_pairs));
     memory->set_share_of_f32(static_cast<double>(info.memory.held_bytes()) / static_cast<double>(f32_bytes));

@@ -147,11 +147,7 @@ absl::Status MergeQueryCentroids(const CentroidSets& sets, const FieldPath& wher
 
 absl::Status CheckServed(const v1::SessionOptions& options) {
   if (!options.model_centroids().empty()) return NotServed("options.model_centroids");
-  const v1::Policies& policies = options.policies();
-  if (policies.has_dedup_similarity()) return NotServed("options.policies.dedup_similarity");
-  if (policies.has_recency_weight_min()) return NotServed("options.policies.recency_weight_min");
-  if (policies.has_recency_weight_max()) return NotServed("options.policies.recency_weight_max");
-  if (policies.has_needle_share_target()) return NotServed("options.policies.needle_share_target");
+  if (options.policies().has_needle_share_target()) return NotServed("options.policies.needle_share_target");
   if (options.value_tier() == v1::VALUE_TIER_HOST) return NotServed("options.value_tier VALUE_TIER_HOST");
   if (!v1::ValueTier_IsValid(options.value_tier())) {
     return UnknownEnum("options.value_tier", options.value_tier(), v1::ValueTier_MAX);
@@ -161,6 +157,25 @@ absl::Status CheckServed(const v1::SessionOptions& options) {
     return UnknownEnum("options.admission", options.admission(), v1::Admission_MAX);
   }
   return absl::OkStatus();
+}
+
+// Numbers are left for ValidateSessionConfig to name.
+absl::StatusOr<PolicyConfig> DecodePolicies(const v1::Policies& message) {
+  PolicyConfig config{.load_adaptive_k = message.load_adaptive_k(),
+                      .length_scaled_k = message.length_scaled_k(),
+                      .ramp_tokens = message.ramp_tokens(),
+                      .dedup_similarity = std::nullopt,
+                      .tag_weight_boost = message.tag_weight_boost(),
+                      .class_quotas = {}};
+  if (message.has_dedup_similarity()) config.dedup_similarity = message.dedup_similarity();
+  if (message.has_recency_weight_min()) config.recency_weight_min = message.recency_weight_min();
+  if (message.has_recency_weight_max()) config.recency_weight_max = message.recency_weight_max();
+  CTKVR_RETURN_IF_ERROR(AtMost("options.policies.class_quotas count",
+                               static_cast<uint64_t>(message.class_quotas_size()), limits::kClassQuotasMax));
+  for (const v1::ClassQuota& quota : message.class_quotas()) {
+    config.class_quotas.push_back({.token_class = quota.token_class(), .tokens = quota.tokens()});
+  }
+  return config;
 }
 
 absl::StatusOr<LayerDraft> DecodeSessionLevel(const v1::SessionOptions& options) {
@@ -288,9 +303,8 @@ absl::StatusOr<SessionConfig> DecodeSessionOptions(const v1::SessionOptions& opt
   config.fingerprint = options.fingerprint();
   config.rotation_seed = options.rotation_seed();
   config.cache_slots = options.cache_slots();
-  config.policies = {.load_adaptive_k = options.policies().load_adaptive_k(),
-                     .length_scaled_k = options.policies().length_scaled_k(),
-                     .ramp_tokens = options.policies().ramp_tokens()};
+  CTKVR_ASSIGN_OR_RETURN(config.policies, DecodePolicies(options.policies()));
+  config.tags = options.tags();
   return config;
 }
 

@@ -59,8 +59,12 @@ TEST_F(SelectionFlagsTest, PoliciesReachTheirFields) {
   EXPECT_TRUE(MakeSessionOptions(flags_).policies().load_adaptive_k());
   EXPECT_FALSE(MakeSessionOptions(flags_).policies().length_scaled_k());
   EXPECT_EQ(MakeSessionOptions(flags_).policies().ramp_tokens(), 7u);
-  ASSERT_TRUE(Parse({"--length-scaled-k"}));
-  EXPECT_TRUE(MakeSessionOptions(flags_).policies().length_scaled_k());
+  ASSERT_TRUE(Parse({"--length-scaled-k", "--dedup", "0.93", "--recency-min", "0.5", "--recency-max", "1.5"}));
+  const v1::Policies policies = MakeSessionOptions(flags_).policies();
+  EXPECT_TRUE(policies.length_scaled_k());
+  EXPECT_FLOAT_EQ(policies.dedup_similarity(), 0.93f);
+  EXPECT_FLOAT_EQ(policies.recency_weight_min(), 0.5f);
+  EXPECT_FLOAT_EQ(policies.recency_weight_max(), 1.5f);
 }
 
 TEST_F(SelectionFlagsTest, QueryCentroidsComeWithTheirSet) {

@@ -84,6 +84,24 @@ def test_an_absent_layer_is_told_from_others(client: Any, tokens: Tokens) -> Non
             fill(session, tokens, layer=1)
 
 
+def test_tags_go_with_their_tokens_into_messages_of_any_size(connect: Connect, server: Server, tokens: Tokens) -> None:
+    options = session_pb2.SessionOptions(tags=True)
+    options.policies.class_quotas.add(token_class=7, tokens=2)
+    classes = np.arange(len(tokens.keys)) % 200
+    with (
+        connect(server.address, append_bytes=10000) as client,
+        client.open_session(**GEOMETRY, options=options) as session,
+    ):
+        assert session.options.policies.class_quotas[0].tokens == 2
+        tags = ctkvr.Tags(weights=classes / 2, classes=classes)
+        session.append(0, tokens.keys, tokens.values, tags=tags)
+        assert session.append(0, tokens.keys, tokens.values, first_position=0, tags=tags).repeated_chunks > 0
+        with pytest.raises(errors.DifferentBytes, match="weight"):
+            session.append(0, tokens.keys, tokens.values, first_position=0, tags=ctkvr.Tags(classes=classes))
+        with pytest.raises(ValueError, match="classes has dims"):
+            session.append(0, tokens.keys, tokens.values, tags=ctkvr.Tags(classes=classes[:-1]))
+
+
 def test_the_end_of_a_with_closes_the_session(client: Any, tokens: Tokens) -> None:
     with client.open_session(**GEOMETRY) as session:
         fill(session, tokens)

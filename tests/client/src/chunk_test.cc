@@ -72,30 +72,58 @@ TEST(Chunk, PartsPutTogetherAreTheWhole) {
   }
 }
 
+TEST(Chunk, TagsGoWithTheirTokens) {
+  const Data data(5, 0);
+  const std::vector<float> weights = {0, 1, 2, 3, 4};
+  const std::vector<uint32_t> classes = {9, 8, 7, 6, 5};
+  ChunkView whole = data.View(5, 0);
+  whole.weights = weights;
+  whole.classes = classes;
+  ASSERT_THAT(CheckChunk(whole, kShape), IsOk());
+  const v1::Chunk message = ToMessage(Part(whole, kShape, 1, 3), kShape);
+  EXPECT_THAT(message.weights(), ::testing::ElementsAre(1, 2));
+  EXPECT_THAT(message.classes(), ::testing::ElementsAre(8, 7));
+  whole.classes = whole.classes.first(4);
+  EXPECT_THAT(CheckChunk(whole, kShape), StatusIs(absl::StatusCode::kInvalidArgument));
+  whole.classes = {};
+  whole.weights = whole.weights.first(4);
+  EXPECT_THAT(CheckChunk(whole, kShape), StatusIs(absl::StatusCode::kInvalidArgument));
+}
+
 TEST(Chunk, AMessageKeepsWithinEveryLimit) {
   const size_t token = kKeyBytes + kValueBytes;
   v1::ServerLimits limits;
-  EXPECT_EQ(TokensPerMessage(kShape, false, limits, 10 * token), 10u);
-  EXPECT_EQ(TokensPerMessage(kShape, true, limits, 10 * (token + kQueryBytes)), 10u);
-  EXPECT_EQ(TokensPerMessage(kShape, false, limits, 1), 1u);  // never 0
+  const ChunkView plain{.tokens = 20}, with_queries{.tokens = 20, .query_positions = 1};
+  const std::vector<float> weights(20);
+  const std::vector<uint32_t> classes(20);
+  const ChunkView tagged{.tokens = 20, .weights = weights, .classes = classes};
+  EXPECT_EQ(TokensPerMessage(kShape, plain, limits, 10 * token), 10u);
+  EXPECT_EQ(TokensPerMessage(kShape, with_queries, limits, 10 * (token + kQueryBytes)), 10u);
+  EXPECT_EQ(TokensPerMessage(kShape, tagged, limits, 10 * (token + 6)), 10u);
+  EXPECT_EQ(TokensPerMessage(kShape, plain, limits, 1), 1u);  // never 0
   limits.set_append_tokens_max(4);
-  EXPECT_EQ(TokensPerMessage(kShape, false, limits, 10 * token), 4u);
+  EXPECT_EQ(TokensPerMessage(kShape, plain, limits, 10 * token), 4u);
   limits.set_message_bytes_max(1024 + 3 * token);
-  EXPECT_EQ(TokensPerMessage(kShape, false, limits, 10 * token), 3u);
+  EXPECT_EQ(TokensPerMessage(kShape, plain, limits, 10 * token), 3u);
   limits.set_message_bytes_max(5);
-  EXPECT_EQ(TokensPerMessage(kShape, false, limits, 10 * token), 1u);
+  EXPECT_EQ(TokensPerMessage(kShape, plain, limits, 10 * token), 1u);
 }
 
 TEST(Chunk, MessagesOfTheComputedSizeFitTheLimit) {
   const Data data(64, 64);
   v1::ServerLimits limits;
   limits.set_message_bytes_max(8192);
-  const uint32_t step = TokensPerMessage(kShape, true, limits, 1u << 20);
+  const std::vector<float> weights(64, 1);
+  const std::vector<uint32_t> classes(64, 255);
+  ChunkView whole = data.View(64, 64);
+  whole.weights = weights;
+  whole.classes = classes;
+  const uint32_t step = TokensPerMessage(kShape, whole, limits, 1u << 20);
   v1::AppendRequest request;
   request.mutable_session()->set_session_id(std::string(128, 'x'));
   request.mutable_session()->set_epoch(~uint64_t{0});
   request.mutable_session()->set_fingerprint(std::string(256, 'f'));
-  *request.mutable_chunk() = ToMessage(Part(data.View(64, 64), kShape, 0, step), kShape);
+  *request.mutable_chunk() = ToMessage(Part(whole, kShape, 0, step), kShape);
   request.set_checksum(1);
   EXPECT_LE(request.ByteSizeLong(), 8192u);
 }

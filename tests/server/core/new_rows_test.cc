@@ -274,7 +274,8 @@ TEST_P(NewRowsTest, TheTablesAreAdmittedAtOpenAndGivenBackAtClose) {
   for (LayerConfig& layer : config.layers) layer.q_heads = layer.kv_heads = 8;
   config.cache_slots = limits::kCacheSlotsMax;
   const auto refused = harness_.Open("s", config);
-  EXPECT_THAT(refused, StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("slot tables of the session take")));
+  EXPECT_THAT(refused,
+              StatusIs(absl::StatusCode::kResourceExhausted, HasSubstr("slot tables and tags of the session take")));
   EXPECT_EQ(GetErrorDetail(refused.status()).reason, kReasonHostMemoryFull);
   EXPECT_EQ(SlotTableBytesHeld(), 0u);
 }

@@ -370,11 +370,6 @@ INSTANTIATE_TEST_SUITE_P(
         Break{"ModelCentroids", [](auto& o) { o.set_model_centroids("x"); }, kNotServed, "options.model_centroids"},
         Break{"Host", [](auto& o) { o.set_value_tier(v1::VALUE_TIER_HOST); }, kNotServed, "VALUE_TIER_HOST"},
         Break{"Grow", [](auto& o) { o.set_admission(v1::ADMISSION_GROW); }, kNotServed, "ADMISSION_GROW"},
-        Break{"Dedup", [](auto& o) { o.mutable_policies()->set_dedup_similarity(0); }, kNotServed, "dedup_similarity"},
-        Break{"RecencyMin", [](auto& o) { o.mutable_policies()->set_recency_weight_min(1); }, kNotServed,
-              "recency_weight_min"},
-        Break{"RecencyMax", [](auto& o) { o.mutable_policies()->set_recency_weight_max(1); }, kNotServed,
-              "recency_weight_max"},
         Break{"NeedleShare", [](auto& o) { o.mutable_policies()->set_needle_share_target(1); }, kNotServed,
               "needle_share_target"}),
     [](const auto& instance) { return instance.param.name; });
@@ -420,7 +415,6 @@ void ExpectReopensEqual(const SessionConfig& config) {
   EXPECT_EQ(again->fingerprint, config.fingerprint);
   EXPECT_EQ(again->rotation_seed, config.rotation_seed);
   EXPECT_EQ(again->cache_slots, config.cache_slots);
-  EXPECT_EQ(again->policies, config.policies);
 }
 
 LayerConfig RandomLayer(std::mt19937_64& random) {
@@ -446,11 +440,6 @@ LayerConfig RandomLayer(std::mt19937_64& random) {
   return layer;
 }
 
-PolicyConfig RandomPolicies(std::mt19937_64& random) {
-  const auto coin = [&random] { return random() % 2 == 0; };
-  return {.load_adaptive_k = coin(), .length_scaled_k = coin(), .ramp_tokens = static_cast<uint32_t>(random() % 3)};
-}
-
 TEST(EncodeSessionOptionsTest, RandomSessionsReopenEqual) {
   SCOPED_TRACE("CTKVR_TEST_SEED=" + std::to_string(ctkvr::testing::TestSeed()));
   std::mt19937_64 random = ctkvr::testing::MakeRandom(2);
@@ -465,7 +454,6 @@ TEST(EncodeSessionOptionsTest, RandomSessionsReopenEqual) {
     config.fingerprint = std::string("\0\xff", 2);
     config.rotation_seed = random();
     config.cache_slots = static_cast<uint32_t>(random() % 3000);
-    config.policies = RandomPolicies(random);
     ExpectReopensEqual(config);
     if (::testing::Test::HasFailure()) return;
   }

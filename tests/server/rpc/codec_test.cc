@@ -228,11 +228,12 @@ TEST(DecodeChunkTest, TagsAreNotServed) {
   message.add_segments(0);
   EXPECT_THAT(DecodeChunk(message), IsNotServed("chunk.segments"));
   message.clear_segments();
-  message.add_weights(1);
-  EXPECT_THAT(DecodeChunk(message), IsNotServed("chunk.weights"));
-  message.clear_weights();
-  message.add_classes(1);
-  EXPECT_THAT(DecodeChunk(message), IsNotServed("chunk.classes"));
+  message.add_weights(1.5f);
+  message.add_classes(300);
+  const auto chunk = DecodeChunk(message);
+  ASSERT_THAT(chunk.status(), IsOk());
+  EXPECT_EQ(std::vector<float>(chunk->weights.begin(), chunk->weights.end()), std::vector<float>{1.5f});
+  EXPECT_EQ(std::vector<uint32_t>(chunk->classes.begin(), chunk->classes.end()), std::vector<uint32_t>{300});
 }
 
 // ---- Append ------------------------------------------------------------------------------------------------------

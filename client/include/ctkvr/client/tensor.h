@@ -45,6 +45,9 @@ struct ChunkView {
   std::span<const std::byte> values{};   // [tokens, kv_heads, value_dim]
   uint32_t query_positions = 0;          // 0: no queries
   std::span<const std::byte> queries{};  // [query_positions, q_heads, head_dim], of the last positions, post-RoPE
+  // Tags, of sessions opened with them: [tokens], or empty. See Chunk in the proto.
+  std::span<const float> weights{};
+  std::span<const uint32_t> classes{};
 };
 
 // A copy of `data` as a message. REQUIRES: product(dims) elements.

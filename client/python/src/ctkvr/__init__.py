@@ -15,6 +15,7 @@ from ctkvr.arrays import from_bfloat16, to_bfloat16, to_torch
 from ctkvr.attention import merge_attention
 from ctkvr.calls import AppendResult
 from ctkvr.client import Client, DecodeStream, Session, connect
+from ctkvr.codec import Tags
 from ctkvr.decode import Step, StepResult
 from ctkvr.errors import CtkvrError, SessionLost
 from ctkvr.retry import RetryOptions
@@ -35,6 +36,7 @@ __all__ = [
     "Sets",
     "Step",
     "StepResult",
+    "Tags",
     "__version__",
     "connect",
     "from_bfloat16",

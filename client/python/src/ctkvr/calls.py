@@ -18,6 +18,7 @@ from google.protobuf.message import Message
 from ctkvr import codec
 from ctkvr.answer import Answer, AnswerMode, RowFormat, Selection, Source
 from ctkvr.arrays import DTypeName
+from ctkvr.codec import Tags
 from ctkvr.errors import (
     REASON_EPOCH_MISMATCH,
     CtkvrError,
@@ -301,6 +302,7 @@ class SessionCore:
         queries: Any = None,
         first_position: int | None = None,
         *,
+        tags: Tags | None = None,
         progress: Progress = None,
         timeout: float | None = None,
     ) -> Operation[AppendResult]:
@@ -312,12 +314,13 @@ class SessionCore:
         session's length says where another goes on. After an error the whole append may be repeated at the same
         first_position: what is held is acknowledged, not repeated.
 
+        tags: weights and classes of the tokens, where the session takes them (SessionOptions.tags).
         progress: True shows a bar (needs ctkvr[progress]); or called with (tokens sent, tokens in all).
         timeout: of the whole append; a stream has none by default.
         Raises WrongPosition, DifferentBytes, TokenLimit, ChecksumMismatch, SessionLost; ValueError and TypeError for
         arrays that do not fit the layer, before anything is sent.
         """
-        chunk = codec.make_chunk(self.shape(layer), layer, keys, values, queries)
+        chunk = codec.make_chunk(self.shape(layer), layer, keys, values, queries, tags)
         return self._append(chunk, first_position, progress, timeout)
 
     def _append(

@@ -143,6 +143,8 @@ class Chunk:
     keys: npt.NDArray[Any]  # [tokens, kv_heads, head_dim]
     values: npt.NDArray[Any]  # [tokens, kv_heads, value_dim]
     queries: npt.NDArray[Any]  # [positions, q_heads, head_dim], of the last tokens
+    weights: npt.NDArray[np.float32]  # [tokens], or empty
+    classes: npt.NDArray[np.uint32]  # [tokens], or empty
 
     @property
     def tokens(self) -> int:
@@ -153,7 +155,14 @@ class Chunk:
         """Tokens [begin, end), without a copy."""
         first_query = self.tokens - len(self.queries)
         queries = self.queries[max(begin - first_query, 0) : max(end - first_query, 0)]
-        return replace(self, keys=self.keys[begin:end], values=self.values[begin:end], queries=queries)
+        return replace(
+            self,
+            keys=self.keys[begin:end],
+            values=self.values[begin:end],
+            queries=queries,
+            weights=self.weights[begin:end],
+            classes=self.classes[begin:end],
+        )
 
     def encode(self, first_position: int) -> cache_pb2.Chunk:
         """As a message."""
@@ -165,6 +174,8 @@ class Chunk:
         )
         if len(self.queries):
             message.queries.CopyFrom(_encode_tensor(self.queries, self.shape.dtype))
+        message.weights.extend(self.weights.tolist())
+        message.classes.extend(self.classes.tolist())
         return message
 
     def checksum(self) -> int:
@@ -176,7 +187,17 @@ class Chunk:
         return int(hasher.intdigest())
 
 
-def make_chunk(shape: LayerShape, layer: int, keys: Any, values: Any, queries: Any = None) -> Chunk:
+@dataclass(frozen=True)
+class Tags:
+    """What a chunk's tokens are tagged with, for the policies of a session that was opened with tags. None: 0."""
+
+    weights: Any = None  # [tokens], from 0: TF-IDF, say
+    classes: Any = None  # [tokens], 0 to 255: syntax class or modality, say
+
+
+def make_chunk(
+    shape: LayerShape, layer: int, keys: Any, values: Any, queries: Any = None, tags: Tags | None = None
+) -> Chunk:
     """Checks arrays against the layer. ValueError: dims; TypeError: element type. One token may come without its axis.
 
     keys [tokens, kv_heads, head_dim], values [tokens, kv_heads, value_dim], queries [positions, q_heads, head_dim].
@@ -193,7 +214,17 @@ def make_chunk(shape: LayerShape, layer: int, keys: Any, values: Any, queries: A
         raise ValueError(f"values has {len(value_array)} tokens; keys has {len(key_array)}")
     if len(query_array) > len(key_array):
         raise ValueError(f"queries has {len(query_array)} positions; keys has {len(key_array)} tokens")
-    return Chunk(shape, layer, key_array, value_array, query_array)
+    tags = tags or Tags()
+    weights = _checked_tags(tags.weights, np.float32, "weights", len(key_array))
+    classes = _checked_tags(tags.classes, np.uint32, "classes", len(key_array))
+    return Chunk(shape, layer, key_array, value_array, query_array, weights, classes)
+
+
+def _checked_tags(tags: Any, dtype: type[np.generic], name: str, tokens: int) -> npt.NDArray[Any]:
+    found = np.asarray([] if tags is None else tags)
+    if tags is not None and found.shape != (tokens,):
+        raise ValueError(f"{name} has dims {list(found.shape)}; [{tokens}] is expected")
+    return found.astype(dtype)
 
 
 def _checked(array: Any, dtype: str, name: str, row: tuple[int, int]) -> npt.NDArray[Any]:
@@ -214,7 +245,8 @@ def tokens_per_message(chunk: Chunk, limits: cache_pb2.ServerLimits, append_byte
     budget = append_bytes
     if limits.message_bytes_max:
         budget = min(budget, limits.message_bytes_max - _MESSAGE_OVERHEAD_BYTES)
-    arrays = (chunk.keys, chunk.values, *((chunk.queries,) if len(chunk.queries) else ()))
+    optional = (array for array in (chunk.queries, chunk.weights, chunk.classes) if len(array))
+    arrays = (chunk.keys, chunk.values, *optional)
     tokens = budget // sum(array[0].nbytes for array in arrays)
     return int(max(1, min(tokens, limits.append_tokens_max or tokens)))
 

@@ -35,6 +35,7 @@ class Step:
     first_position: int | None = None  # of the tokens; None: behind what the layer holds
     position: int | None = None  # of the first query; None: the queries are of the last tokens
     session: SessionHandle | None = None  # None: the stream's
+    tags: codec.Tags | None = None  # of the tokens
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class DecodeCore:
         queries = None if step.queries is None else codec.query_array(shape, step.queries)
         chunk = None
         if step.keys is not None or step.values is not None:
-            chunk = codec.make_chunk(shape, step.layer, step.keys, step.values)
+            chunk = codec.make_chunk(shape, step.layer, step.keys, step.values, tags=step.tags)
             if queries is not None and core.keeps_queries and step.position is None:
                 chunk = replace(chunk, queries=queries[-chunk.tokens :])
         return _Checked(step, core, chunk, queries)
