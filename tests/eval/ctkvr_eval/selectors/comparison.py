@@ -67,6 +67,13 @@ BUILDERS: dict[str, Builder] = {
 }
 
 
+# What a paper's own runs set beside K: the method, and the layers that attend all.
+PAPERS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "quest_paper": ("quest_each_head", (0, 1)),
+    "magicpig_paper": ("magicpig_150", (0, 16)),
+}
+
+
 class ComparisonSelector(TokenSelector):
     """One of BUILDERS in every layer.
 

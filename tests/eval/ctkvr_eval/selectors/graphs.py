@@ -289,7 +289,10 @@ class FaissLists:
 def _searched(
     search: Callable[[Floats], tuple[Ids, int]], queries: Floats, keys: Floats, scale: float, k: int
 ) -> Chosen:
-    """Search step by step, for the library counts its work over all queries of a call."""
+    """Search step by step, for the library counts its work over all queries of a call.
+
+    It does not say which keys it read: heads that read the same ones are counted twice, but no step for more than all.
+    """
     steps, heads = queries.shape[:2]
     found = []
     read = np.zeros(steps, dtype=np.int64)
@@ -297,7 +300,7 @@ def _searched(
         ids, read[step] = search(np.ascontiguousarray(rows))
         found.append(ids)
     mask = _choose_among(np.asarray(found, dtype=np.int64).reshape(steps, heads, -1), queries, keys, scale, k)
-    return Chosen(mask, read)
+    return Chosen(mask, np.minimum(read, keys.size * FP16))
 
 
 def _faiss() -> Any:
