@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="of texts, rotations and samples; default 1")
     parser.add_argument("--seeds", type=int, default=1, help="how many from --seed on; default 1")
     parser.add_argument("--blind", action="store_true", help="loss alone: no needles, mass and recall")
+    parser.add_argument(
+        "--every", type=int, default=4, metavar="N", help="needles, mass and recall of every Nth position; default 4"
+    )
     parser.add_argument("--address", metavar="HOST:PORT", help="a running ctkvrd; default: one is started")
     parser.add_argument("--arena", default="4GiB", help="of the ctkvrd that is started; default 4GiB")
     parser.add_argument("--threads", type=int, default=2, help="of the model; default 2")
@@ -116,7 +119,7 @@ def _full(model: LanguageModel, capture: Capture, text: texts.Text) -> Scores:
     if path.is_file():
         held = np.load(path)
         return Scores(held["nll"], held["correct"])
-    found = evaluate(model, capture, text, Full(), make_task(capture, 1, observe=False), 1).scores
+    found = evaluate(model, capture, text, Full(), make_task(capture, 1, observe_every=0), 1).scores
     np.savez(path, nll=found.nll, correct=found.correct)
     return found
 
@@ -133,7 +136,9 @@ def _run(
     method, k, seed = what
     start = time.perf_counter()
     selector = methods.make(method, k, client)
-    outcome = evaluate(model, capture, text, selector, make_task(capture, seed, not options.blind), k)
+    outcome = evaluate(
+        model, capture, text, selector, make_task(capture, seed, 0 if options.blind else options.every), k
+    )
     candidates = getattr(selector, "candidates", 0)
     row = results.make_row(text, model.name, method, k, candidates, seed, outcome, base)
     results.add(options.out / "results.csv", [row])

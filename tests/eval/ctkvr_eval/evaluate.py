@@ -58,7 +58,7 @@ class Full:
         self._held.clear()
 
 
-def make_task(capture: Capture, seed: int, observe: bool = True) -> Task:
+def make_task(capture: Capture, seed: int, observe_every: int = 1) -> Task:
     """What the capture says of model and prompt."""
     shape = capture.shape
     return Task(
@@ -70,7 +70,7 @@ def make_task(capture: Capture, seed: int, observe: bool = True) -> Task:
         prompt_tokens=len(capture.prompt),
         scale=shape.scale,
         seed=seed,
-        observe=observe,
+        observe_every=observe_every,
     )
 
 
@@ -110,12 +110,13 @@ class _Run:
         self.outcome.layer_seconds.append(seconds if attended.seconds is None else attended.seconds)
         self.outcome.bytes_read += float(attended.bytes_read.mean())
         self.outcome.bytes_scan += 2.0 * self._capture.keys[tail.layer].size
-        if self._task.observe and attended.chosen is not None:
+        every = self._task.observe_every
+        if every and attended.chosen is not None:
             keys = np.concatenate((self._capture.keys[tail.layer], tail.keys), axis=1)
             always = attended.always_from
             if always is None:
                 always = np.full(tail.queries.shape[1], self._task.free_end)
-            found = compare(self._task, tail.queries, keys, attended.chosen, self._k, always)
+            found = compare(self._task, tail.queries[:, ::every], keys, attended.chosen, self._k, always[::every])
             self.outcome.choices.layers[tail.layer] = found
         return attended.output
 

@@ -84,8 +84,8 @@ def compare(
 ) -> HeadCounts:
     """What was chosen against exact full attention of the same queries.
 
-    queries [q_heads, P, D] of the last P positions; keys [kv_heads, T + N, D] of prompt and tail. always_from [P]: the
-    position from which on a query's tokens are always attended.
+    queries [q_heads, P, D]: of every task.observe_every-th position behind the prompt. keys [kv_heads, T + N, D] of
+    prompt and tail. always_from [P]: the position from which on a query's tokens are always attended.
     """
     heads, positions = queries.shape[:2]
     group = heads // task.kv_heads
@@ -98,7 +98,7 @@ def compare(
         recall_at=np.zeros(positions),
     )
     ids = np.arange(keys.shape[1])
-    seen = ids[None] <= np.arange(keys.shape[1] - positions, keys.shape[1])[:, None]
+    seen = ids[None] <= task.prompt_tokens + task.observe_every * np.arange(positions)[:, None]
     free = (ids[None] >= task.free_begin) & (ids[None] < always_from[:, None])
     sets = len(chosen[0])
     for head in range(task.kv_heads):

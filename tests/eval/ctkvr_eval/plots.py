@@ -15,7 +15,7 @@ import numpy as np
 from ctkvr_eval.evaluate import Outcome
 from ctkvr_eval.results import Row
 
-_BUCKET = 32  # positions averaged for one point of a curve
+_BUCKET = 8  # observed positions averaged for one point of a curve
 _K = 256  # of the plot against bytes read
 
 
@@ -105,10 +105,10 @@ def _against_position(axes: Any, folder: Path, text: str) -> bool:
     curves = json.loads(path.read_text()) if path.is_file() else {}
     found = 0
     for name, curve in curves.items():
-        of, method, k, _, _ = name.split(" ")
+        of, method, k, _, scored = name.split(" ")
         if of != text or int(k) != _K:
             continue
-        x = (np.arange(len(curve["recall"])) + 0.5) * _BUCKET
+        x = (np.arange(len(curve["recall"])) + 0.5) * int(scored) / len(curve["recall"])
         axes.plot(x, curve["recall"], label=method, color=_colour(method))
         found += 1
     axes.set_xlabel("tokens behind the prompt")

@@ -237,7 +237,7 @@ def main(arguments: Sequence[str] | None = None, model: LanguageModel | None = N
                 capture = model.capture(text.prompt)
                 for method in wanted:
                     selector = make(method, given.k, client)
-                    run = make_task(capture, seed, observe=False)
+                    run = make_task(capture, seed, observe_every=0)
                     share = accuracy(text, evaluate(model, capture, text, selector, run, given.k).scores)
                     found[method][task].append(share)
                     sys.stderr.write(f"{task} seed {seed} {method}: {share:.3f} of {int(text.answers.max()) + 1}\n")

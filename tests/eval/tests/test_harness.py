@@ -58,9 +58,9 @@ class Run:
         logits = toy.forward(tokens[:-1], 0, _own_attention)[PROMPT:]
         self.own = metrics.score(logits, np.array(tokens[PROMPT + 1 :]))
 
-    def of(self, method: str, k: int) -> Outcome:
+    def of(self, method: str, k: int, every: int = 1) -> Outcome:
         selector = methods.make(method, k, self._client)
-        return evaluate(self.toy, self.capture, self.text, selector, make_task(self.capture, SEED), k)
+        return evaluate(self.toy, self.capture, self.text, selector, make_task(self.capture, SEED, every), k)
 
 
 def _own_attention(tail: Any) -> Any:
@@ -92,6 +92,17 @@ def test_everything_chosen_is_full_attention(run: Run, method: str) -> None:
     if method != "full":
         assert outcome.choices.mean("mass") == pytest.approx(1, abs=1e-5)
         assert outcome.choices.mean("recall") == 1
+
+
+@pytest.mark.parametrize("method", ["exact", "ctkvr-sketch:dense_below_tokens=0"])
+def test_every_fourth_position_is_counted_as_among_all(run: Run, method: str) -> None:
+    some, none, all_ = run.of(method, 48, 4), run.of(method, 48, 0), run.of(method, 48)
+    np.testing.assert_array_equal(some.scores.nll, all_.scores.nll)
+    np.testing.assert_array_equal(none.scores.nll, all_.scores.nll)
+    assert not none.choices.layers
+    for name in ("mass_at", "recall_at"):
+        few, many = (getattr(found.choices.layers[LAYERS - 1], name) for found in (some, all_))
+        np.testing.assert_allclose(few, many[::4], rtol=1e-5)
 
 
 def test_less_chosen_is_another_loss_and_less_mass(ungrouped: Run) -> None:

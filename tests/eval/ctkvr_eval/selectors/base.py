@@ -39,7 +39,8 @@ class Task:
     sinks: int = 4
     window: int = 64
     seed: int = 1
-    observe: bool = True  # Attended.chosen is wanted
+    # Attended.chosen is wanted for the first of so many positions, and for none between; 0: for none at all.
+    observe_every: int = 1
 
     @property
     def free_begin(self) -> int:
@@ -60,7 +61,8 @@ class Attended:
     # [P]: bytes of keys and of whatever stands for them that were read, all heads together: to choose, and to attend to
     # keys that were chosen without being read. Values are not counted: they follow from how many tokens are chosen.
     bytes_read: npt.NDArray[np.int64]
-    chosen: Chosen | None = None  # with or without the always-attended; None: not asked for, or not known
+    # Of every Task.observe_every-th position, with or without the always-attended; None: not asked for, or not known.
+    chosen: Chosen | None = None
     # [P]: the position from which on a query's tokens were always attended; None: Task.free_end, for all.
     always_from: npt.NDArray[np.int64] | None = None
     seconds: float | None = None  # what the answer took, where the harness's clock would say something else
@@ -135,7 +137,9 @@ class TokenSelector(abc.ABC):
         ]
         if choice.remainder is not None:
             parts.append(choice.remainder)
-        return Attended(attention.merge(parts).output, choice.bytes_read, choice.chosen)
+        every = self.task.observe_every
+        chosen = [choice.chosen[position] for position in range(0, queries.shape[1], every)] if every else None
+        return Attended(attention.merge(parts).output, choice.bytes_read, chosen)
 
     def end(self) -> None:
         """Override to free an index, and call this too."""

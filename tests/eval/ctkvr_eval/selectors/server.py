@@ -169,12 +169,7 @@ class ServerSelector:
                 # The tail that the index lacks, and the window before the query.
                 ends = np.arange(position, position + len(asked)) + 1 - task.window
                 always_from[block] = np.minimum(ends, answer.indexed_length or ends)
-            if task.observe:
-                ids = self.session.retrieve(
-                    layer, asked, position, answer="ids", remainder=self._settings.remainder
-                ).ids
-                sets = ids.shape[1]
-                chosen += [[ids[p, set_].astype(np.int64) for set_ in range(sets)] for p in range(len(asked))]
+            chosen += self._chosen(layer, asked, position)
             if self._settings.live and self._settings.maintain:
                 self.session.maintain([layer])
         whole = Part(
@@ -183,7 +178,23 @@ class ServerSelector:
         )
         if not self._settings.live:
             whole = attention.merge([whole, tail_part(task, queries, keys_new, values_new)])
-        return Attended(whole.output, bytes_read, chosen if task.observe else None, always_from, seconds)
+        return Attended(whole.output, bytes_read, chosen if task.observe_every else None, always_from, seconds)
+
+    def _chosen(self, layer: int, asked: Floats, position: int) -> list[list[Any]]:
+        """Ids for every Task.observe_every-th of the tail's positions among those asked from `position` on."""
+        task = self._task
+        if not task.observe_every:
+            return []
+        found: list[list[Any]] = []
+        at = [p for p in range(len(asked)) if (position - task.prompt_tokens + p) % task.observe_every == 0]
+        # Where only the prompt is held, all positions behind it see the same: any number go in one message.
+        groups = [[p] for p in at] if self._settings.live else [at]
+        for group in filter(None, groups):
+            ids = self.session.retrieve(
+                layer, asked[group], position + group[0], answer="ids", remainder=self._settings.remainder
+            ).ids
+            found += [[ids[p, set_].astype(np.int64) for set_ in range(ids.shape[1])] for p in range(len(group))]
+        return found
 
     def end(self) -> None:
         """Closes the session."""
