@@ -144,6 +144,8 @@ EngineOptions MakeEngineOptions(const Values& values) {
   options.scratch_bytes = values.scratch_bytes;
   options.queue_items_max = static_cast<uint32_t>(values.queue_items_max);
   options.sessions_max = static_cast<uint32_t>(values.sessions_max);
+  options.truth_share = values.truth_share;
+  options.truth_budget = values.truth_budget;
   return options;
 }
 

@@ -145,11 +145,29 @@ std::vector<Setting> ProcessSettings() {
   };
 }
 
+// What the server finds out about itself.
+std::vector<Setting> TruthSettings() {
+  return {
+      {.name = "truth_share",
+       .unit = "share",
+       .default_text = "0.01",
+       .field = &Values::truth_share,
+       .help =
+           "Share of the retrievals that is repeated exactly in idle time, to know recall and needle share; 0: none."},
+      {.name = "truth_budget",
+       .unit = "share",
+       .default_text = "0.02",
+       .field = &Values::truth_budget,
+       .help = "Share of a lane's time that those repeats may take; above 0."},
+  };
+}
+
 const std::vector<Setting>& Table() {
   static const auto* const table = [] {
     auto* rows = new std::vector<Setting>(EngineSettings());
-    const std::vector<Setting> more = ProcessSettings();
-    rows->insert(rows->end(), more.begin(), more.end());
+    for (const std::vector<Setting>& more : {ProcessSettings(), TruthSettings()}) {
+      rows->insert(rows->end(), more.begin(), more.end());
+    }
     return rows;
   }();
   return *table;

@@ -89,6 +89,10 @@ int Sessions(const client::Client& client, const Flags& flags) {
 int Judge(const std::vector<ReplayResult>& results, const Flags& flags) {
   int exit = 0;
   for (const ReplayResult& result : results) {
+    if (result.online) {
+      Write(stderr, OnlineText(result.name, *result.online));
+      if (!result.online->agrees()) exit = kExitFailed;
+    }
     if (!result.verify) continue;
     const VerifyReport& verify = *result.verify;
     Write(stderr,
@@ -168,6 +172,9 @@ void AddReplay(CLI::App& app, Flags* flags) {
                    "Always include all decoded tokens, as the window grows, in place of a window that slides");
   replay->add_flag("--verify-exact", flags->replay.verify_exact,
                    "Source exact: compare ids and scores with brute force over the decoded stored keys");
+  replay->add_flag("--online", flags->replay.online,
+                   "Compare with the figures of the server, which repeats every sampled retrieval exactly; exit with 1 "
+                   "when they differ by more than 0.01. Wants a server with --truth_share 1 --truth_budget 1");
   replay->add_option("--min-needle-share", flags->min_needle_share, "Exit with 1 when the needle share is lower")
       ->check(CLI::Range(0.0, 1.0));
 }

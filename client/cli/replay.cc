@@ -66,7 +66,7 @@ class Replayer {
     if (!session.ok()) return session.status();
     if (auto s = AppendPrompt(*session); !s.ok()) return s;
     if (auto s = Decode(*session); !s.ok()) return s;
-    const auto info = session->Get();
+    const auto info = AwaitTruth(*session);
     if (!info.ok()) return info.status();
     result_.memory = info->memory();
     result_.appended_tokens = info->appended_tokens();
@@ -75,6 +75,10 @@ class Replayer {
     }
     if (const auto closed = session->Close(); !closed.ok()) return closed.status();
     CompareWithExact();
+    if (flags_.online && info->truth().samples() == 0) {
+      return absl::FailedPreconditionError("online: the server has repeated nothing; start it with --truth_share 1");
+    }
+    if (flags_.online) result_.online = CompareOnline(*info, result_.metrics);
     std::sort(result_.latency_us.begin(), result_.latency_us.end());
     return std::move(result_);
   }
@@ -158,6 +162,9 @@ absl::Status Replayer::DecodeStep(const client::Session& session, const client::
   if (!retrieves) return absl::OkStatus();
   if (auto s = client::StatusOf(reply->items(0).status()); !s.ok()) return s;
   result_.latency_us.push_back(elapsed.count());
+  if (flags_.online) {
+    if (const auto repeated = AwaitTruth(session); !repeated.ok()) return repeated.status();
+  }
   return Record(reply->items(0).answer(), shape, position);
 }
 
@@ -356,6 +363,9 @@ absl::StatusOr<ReplayResult> Replay(const client::Client& client, const Trace& t
   if (flags.verify_exact && flags.selection.answer == "attention") {
     return absl::FailedPreconditionError("verify-exact needs ids and scores; answer is attention");
   }
+  if (flags.online && (!flags.hold_decoded || flags.selection.answer == "attention")) {
+    return absl::FailedPreconditionError("online needs hold-decoded, and an answer other than attention");
+  }
   return Replayer(client, trace, flags, progress).Run();
 }
 
@@ -428,6 +438,7 @@ nlohmann::json ReplayJson(const std::vector<ReplayResult>& results) {
                                {"score_error_max", r.verify->score_error_max},
                                {"first_mismatch", r.verify->first}};
     }
+    if (r.online) entry["online"] = OnlineJson(*r.online);
     traces.push_back(std::move(entry));
   }
   return {{"traces", std::move(traces)},

@@ -13,6 +13,7 @@
 
 #include "absl/status/statusor.h"
 #include "client/cli/metrics.h"
+#include "client/cli/online.h"
 #include "client/cli/output.h"
 #include "client/cli/selection_flags.h"
 #include "client/cli/trace.h"
@@ -28,6 +29,8 @@ struct ReplayFlags {
   // Include everything after the prompt's last window at each step, in place of a window that slides.
   bool hold_decoded = false;
   bool verify_exact = false;
+  // Let the server repeat every retrieval it samples before the next, and compare its figures with those of the trace.
+  bool online = false;
 };
 
 struct ReplayResult {
@@ -42,11 +45,13 @@ struct ReplayResult {
   std::vector<double> latency_us;  // of a retrieval, one in flight; ascending
   v1::SessionMemory memory;
   std::optional<VerifyReport> verify;
+  std::optional<OnlineReport> online;
 };
 
 // Opens a session of one layer with the trace's geometry, closes it again. Errors: the server's; FAILED_PRECONDITION
 // when verify is asked of another source than exact, or of answers that do not say what was chosen. Of attention alone
-// nothing is compared: metrics stay empty.
+// nothing is compared: metrics stay empty. Online figures need hold_decoded, so that both count the same needles, and
+// an answer that says what was chosen; FAILED_PRECONDITION else, or when the server has repeated nothing.
 absl::StatusOr<ReplayResult> Replay(const client::Client& client, const Trace& trace, const ReplayFlags& flags,
                                     Progress* progress);
 

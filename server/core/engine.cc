@@ -55,6 +55,14 @@ absl::Status CheckOptions(const EngineOptions& options) {
   if (options.lanes == 0) return absl::InvalidArgumentError("lanes is 0; the least is 1");
   if (options.queue_items_max == 0) return absl::InvalidArgumentError("queue_items_max is 0; the least is 1");
   if (options.sessions_max == 0) return absl::InvalidArgumentError("sessions_max is 0; the least is 1");
+  // Written so that NaN is outside.
+  if (!(options.truth_share >= 0 && options.truth_share <= 1)) {
+    return absl::InvalidArgumentError(absl::StrCat("truth_share is ", options.truth_share, "; it must be 0 to 1"));
+  }
+  if (!(options.truth_budget > 0 && options.truth_budget <= 1)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("truth_budget is ", options.truth_budget, "; it must be above 0 and at most 1"));
+  }
   if (options.sessions_max > limits::kSessionsMax) {
     return absl::InvalidArgumentError(
         absl::StrCat("sessions_max is ", options.sessions_max, "; the limit is ", limits::kSessionsMax));
@@ -78,9 +86,11 @@ class Engine::Impl {
     const LaneShared shared{
         .backend = backend, .arena = *arena, .clock = clock, .stats = stats, .directory = directory};
     for (uint32_t i = 0; i < options.lanes; ++i) {
-      CTKVR_ASSIGN_OR_RETURN(
-          std::unique_ptr<Lane> lane,
-          Lane::Create({.scratch_bytes = options.scratch_bytes, .queue_items_max = options.queue_items_max}, shared));
+      const Lane::Options lane_options{.scratch_bytes = options.scratch_bytes,
+                                       .queue_items_max = options.queue_items_max,
+                                       .truth_share = options.truth_share,
+                                       .truth_budget = options.truth_budget};
+      CTKVR_ASSIGN_OR_RETURN(std::unique_ptr<Lane> lane, Lane::Create(lane_options, shared));
       lanes.push_back(std::move(lane));
     }
     if (options.threads) {

@@ -36,6 +36,10 @@ struct EngineOptions {
   size_t scratch_bytes = size_t{256} << 20;  // a lane, for one batch's intermediate results
   uint32_t queue_items_max = 1024;           // waiting calls a lane
   uint32_t sessions_max = 100000;
+  // Share of the retrievals that is repeated exactly while a lane has nothing else to do (online truth), and the share
+  // of a lane's time that this may take. One at a time a lane; what comes meanwhile is left out and counted.
+  double truth_share = 0;
+  double truth_budget = 0.02;
   bool threads = true;  // false: tests drive lanes by RunLane
 };
 
@@ -86,7 +90,8 @@ class Engine {
   const EngineOptions& options() const;
   BackendInfo backend_info() const;
 
-  // Runs all that is queued on a lane and one maintenance step; returns whether there was anything.
+  // Runs all that is queued on a lane, then one maintenance step or one slice of an exact repeat; returns whether there
+  // was anything.
   // REQUIRES: options().threads is false.
   bool RunLane(uint32_t lane);
 

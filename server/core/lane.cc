@@ -62,7 +62,11 @@ absl::StatusOr<std::unique_ptr<Lane>> Lane::Create(const Options& options, const
 }
 
 Lane::Lane(const Options& options, const LaneShared& shared, std::unique_ptr<Stream> stream, Scratch scratch)
-    : options_(options), shared_(shared), stream_(std::move(stream)), scratch_(std::move(scratch)) {}
+    : options_(options),
+      shared_(shared),
+      stream_(std::move(stream)),
+      scratch_(std::move(scratch)),
+      shadows_(options.truth_share, options.truth_budget, shared.clock, shared.stats) {}
 
 Lane::~Lane() { CTKVR_CHECK(!thread_.joinable() && table_.size() == 0); }
 
@@ -99,12 +103,13 @@ bool Lane::RunOnce() {
   Sweep();
   const bool maintained = MaintainOnce();
   CheckJobs();
+  const bool shadowed = !maintained && ShadowOnce();
   {
     const std::lock_guard lock(mutex_);
     busy_ = !jobs_.empty();
   }
   idle_cv_.notify_all();
-  return any || maintained;
+  return any || maintained || shadowed;
 }
 
 void Lane::Start() {
@@ -115,6 +120,7 @@ void Lane::Loop() {
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     // The maintenance queue is this thread's own.
+    // So are its exact repeats, whose turn a wait may end.
     if (queue_.empty() && maintenance_queue_.empty()) WaitForWork(lock);
     if (stopping_) return;
     lock.unlock();
@@ -125,12 +131,13 @@ void Lane::Loop() {
 
 void Lane::WaitForWork(std::unique_lock<std::mutex>& lock) {
   const auto has_work = [this] { return stopping_ || !queue_.empty(); };
-  const std::optional<TimePoint> expiry = table_.next_expiry();
-  if (!expiry.has_value()) {
+  std::optional<TimePoint> next = table_.next_expiry();
+  if (shadows_.pending()) next = std::min(next.value_or(TimePoint::max()), shadows_.ReadyAt());
+  if (!next.has_value()) {
     work_cv_.wait(lock, has_work);
     return;
   }
-  const std::chrono::nanoseconds remaining = *expiry - shared_.clock.Now();
+  const std::chrono::nanoseconds remaining = *next - shared_.clock.Now();
   work_cv_.wait_for(lock, std::clamp(remaining, std::chrono::nanoseconds(0), kSweepIntervalMax), has_work);
 }
 
@@ -166,9 +173,10 @@ void Lane::RunBatch(std::vector<Queued> batch) {
   stats.queued_items.fetch_sub(static_cast<int64_t>(batch.size()), std::memory_order_relaxed);
   stats.batches.fetch_add(1, std::memory_order_relaxed);
   stats.batch_items.fetch_add(batch.size(), std::memory_order_relaxed);
-  StepRunner steps(
-      device(), shared_.clock, stats, [this](const SessionRef& ref, TimePoint arrived) { return Find(ref, arrived); },
-      [this](Session& session) { NoteMaintenance(session); });
+  StepRunner steps(device(), shared_.clock, stats,
+                   {.find = [this](const SessionRef& ref, TimePoint arrived) { return Find(ref, arrived); },
+                    .appended = [this](Session& session) { NoteMaintenance(session); },
+                    .sample = [this](Session& session) { return shadows_.Sample(session); }});
   const TimePoint now = shared_.clock.Now();
   steps.SetPolicyInputs(ReadPolicyInputs(batch, now));
   for (Queued& queued : batch) {
@@ -272,6 +280,7 @@ void Lane::Run(const Queued& queued, GetTask& task) {
   if (!session.ok()) return task.done(session.status());
   SessionInfo info = (*session)->Info();
   info.lease_remaining_seconds = table_.LeaseRemainingSeconds(**session, shared_.clock.Now());
+  info.shadow_pending = shadows_.PendingOf(info.epoch);
   task.done(std::move(info));
 }
 
@@ -342,6 +351,16 @@ bool Lane::MaintainOnce() {
   }
   NoteMaintenance(*session);
   return true;
+}
+
+// What waits goes first. What arrives during a slice waits for that one alone.
+bool Lane::ShadowOnce() {
+  if (!shadows_.pending()) return false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!queue_.empty() || stopping_) return false;
+  }
+  return shadows_.RunSlice(device(), table_);
 }
 
 void Lane::CheckJobs() {

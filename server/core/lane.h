@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // One thread, one bounded queue, one stream, one scratch stack, one session table. A lane takes all that waits as one
-// batch, runs it, ends sessions whose lease ran out, does one step of maintenance, and looks again.
+// batch, runs it, ends sessions whose lease ran out, does one step of maintenance (or, where none is due and nothing
+// waits, one slice of an exact repeat), and looks again.
 //
 // Thread-safe where marked; everything else runs on the lane's thread, or on that of the test that drives it.
 
@@ -25,6 +26,7 @@
 #include "server/core/join.h"
 #include "server/core/policies.h"
 #include "server/core/session_table.h"
+#include "server/core/shadow_runner.h"
 #include "server/core/stats.h"
 #include "server/core/step.h"
 
@@ -98,6 +100,8 @@ class Lane {
   struct Options {
     size_t scratch_bytes = 0;
     uint32_t queue_items_max = 0;
+    double truth_share = 0;  // as EngineOptions
+    double truth_budget = 1;
   };
   // The backend's errors.
   static absl::StatusOr<std::unique_ptr<Lane>> Create(const Options& options, const LaneShared& shared);
@@ -111,7 +115,8 @@ class Lane {
   void AddPlannedBytes(uint64_t bytes) { planned_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
   void SubtractPlannedBytes(uint64_t bytes) { planned_bytes_.fetch_sub(bytes, std::memory_order_relaxed); }
 
-  // Everything queued, then at most one maintenance step; whether there was anything. REQUIRES: not started.
+  // Everything queued, then at most one maintenance step, or else one slice of an exact repeat where nothing waits;
+  // whether there was anything. REQUIRES: not started.
   bool RunOnce();
   void Start();
   // Thread-safe. Whether the queue ran empty, and all that was taken from it is answered, within `timeout`.
@@ -152,6 +157,7 @@ class Lane {
   void Sweep();
   void NoteMaintenance(const Session& session);
   bool MaintainOnce();
+  bool ShadowOnce();
   // Answers jobs that are done, gone or expired.
   void CheckJobs();
   void FailJobs(const Session& session, const absl::Status& status);
@@ -168,6 +174,7 @@ class Lane {
   std::deque<std::string> maintenance_queue_;  // ids of sessions that are due, each once
   std::set<std::string> in_maintenance_queue_;
   std::deque<Job> jobs_;
+  ShadowRunner shadows_;
 
   std::mutex mutex_;  // guards all below
   std::condition_variable work_cv_;

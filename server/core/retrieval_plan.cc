@@ -49,11 +49,6 @@ absl::Status CheckShapes(const Layer& layer, const Query& query) {
   return absl::OkStatus();
 }
 
-// Filters may leave out tokens even where k does not bind.
-bool HasFilter(const Selection& selection) {
-  return selection.min_score.has_value() || selection.min_share > 0 || selection.top_p < 1;
-}
-
 // Tokens of [begin, end) that are below `below` or at or after `from`.
 uint32_t CountForced(uint32_t begin, uint32_t end, uint32_t below, uint32_t from) {
   const uint32_t head_end = std::clamp(below, begin, end);
@@ -234,6 +229,10 @@ absl::Status CacheTooSmallError(uint32_t cache_slots, uint64_t needed) {
   return MakeError(absl::StatusCode::kFailedPrecondition,
                    absl::StrCat("cache_slots is ", cache_slots, "; a set of the answer may need ", needed, " slots"),
                    kReasonCacheTooSmall, {{"cache_slots", absl::StrCat(cache_slots)}});
+}
+
+bool HasFilter(const Selection& selection) {
+  return selection.min_score.has_value() || selection.min_share > 0 || selection.top_p < 1;
 }
 
 RowBytes AnswerRowBytes(const Layer& layer, const AnswerOptions& answer) {

@@ -57,6 +57,9 @@ absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& ses
 
 absl::Status CacheTooSmallError(uint32_t cache_slots, uint64_t needed);
 
+// Whether tokens may be left out even where k does not bind.
+bool HasFilter(const Selection& selection);
+
 // Bytes of one row as answered.
 struct RowBytes {
   uint32_t key = 0;

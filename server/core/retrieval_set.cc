@@ -51,34 +51,11 @@ class SetBuilder {
 
   PreparedQuery Prepare(uint32_t first_q_head, uint32_t heads) {
     const LayerConfig& config = layer_.config();
-    const Query& query = *item_.query;
-    const size_t head_bytes = config.head_dim * DTypeBytes(query.dtype);
-    const size_t elements = size_t{heads} * config.head_dim;
-    const std::byte* bytes =
-        query.queries.data() + (size_t{set_.position} * config.q_heads + first_q_head) * head_bytes;
-    PrepareQueriesItem item{.query = memory_.In(bytes, heads * head_bytes),
-                            .dtype = query.dtype,
-                            .head_dim = config.head_dim,
-                            .mean = nullptr,
-                            .signs = nullptr,
-                            .out = {}};
-    item.out.heads = heads;
-    item.out.plain = memory_.Take<float>(elements);
-    if (layer_.coded() && !layer_.raw()) {
-      item.mean = view_.mean;
-      item.signs = view_.signs;
-      item.out.rotated = memory_.Take<float>(elements);
-      item.out.rotated_sum = memory_.Take<float>(heads);
-      item.out.mean_dot = memory_.Take<float>(heads);
-      item.out.scan = memory_.Take<int8_t>(elements);
-      item.out.scan_scale = memory_.Take<float>(heads);
-      item.out.scan_sum = memory_.Take<int32_t>(heads);
-      item.out.refine = memory_.Take<int8_t>(elements);
-      item.out.refine_scale = memory_.Take<float>(heads);
-      item.out.refine_sum = memory_.Take<int32_t>(heads);
-    }
-    set_.prepare.push_back(item);
-    return item.out;
+    const size_t head_bytes = config.head_dim * DTypeBytes(item_.query->dtype);
+    const size_t first = size_t{set_.position} * config.q_heads + first_q_head;
+    set_.prepare.push_back(
+        MakePrepare(memory_, layer_, view_, item_.query->queries.subspan(first * head_bytes, heads * head_bytes)));
+    return set_.prepare.back().out;
   }
 
   // What moves every ranking of the set.
@@ -316,6 +293,34 @@ float* LogSumExpPlace(PartialAttention& attention, const RetrievalSet& set) {
 }
 
 void BuildSet(BatchMemory& memory, RetrievalSet& set) { SetBuilder(memory, set).Build(); }
+
+PrepareQueriesItem MakePrepare(BatchMemory& memory, const Layer& layer, const HeadView& view,
+                               std::span<const std::byte> query) {
+  const uint32_t head_dim = layer.config().head_dim;
+  const size_t elements = query.size() / DTypeBytes(layer.dtype());
+  const auto heads = static_cast<uint32_t>(elements / head_dim);
+  PrepareQueriesItem item{.query = memory.In(query.data(), query.size()),
+                          .dtype = layer.dtype(),
+                          .head_dim = head_dim,
+                          .mean = nullptr,
+                          .signs = nullptr,
+                          .out = {}};
+  item.out.heads = heads;
+  item.out.plain = memory.Take<float>(elements);
+  if (!layer.coded() || layer.raw()) return item;
+  item.mean = view.mean;
+  item.signs = view.signs;
+  item.out.rotated = memory.Take<float>(elements);
+  item.out.rotated_sum = memory.Take<float>(heads);
+  item.out.mean_dot = memory.Take<float>(heads);
+  item.out.scan = memory.Take<int8_t>(elements);
+  item.out.scan_scale = memory.Take<float>(heads);
+  item.out.scan_sum = memory.Take<int32_t>(heads);
+  item.out.refine = memory.Take<int8_t>(elements);
+  item.out.refine_scale = memory.Take<float>(heads);
+  item.out.refine_sum = memory.Take<int32_t>(heads);
+  return item;
+}
 
 namespace {
 

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -16,6 +17,9 @@
 #include "server/core/types.h"
 
 namespace ctkvr {
+
+// Chosen tokens of each set of one position, ascending.
+using ChosenTokens = std::vector<std::vector<uint32_t>>;
 
 // One task at work.
 struct RetrievalItem {
@@ -31,7 +35,8 @@ struct RetrievalItem {
   size_t filled_scores = 0;
   size_t new_tokens = 0;
   size_t new_scores = 0;
-  bool placing = false;  // the layer's slot table has begun this answer
+  bool placing = false;      // the layer's slot table has begun this answer
+  ChosenTokens last_chosen;  // [sets] of the last position, where somebody wants them; else empty
 
   const AnswerOptions& options() const { return query->answer; }
   // What the answer carries.
@@ -80,6 +85,8 @@ struct RetrievalSet {
   bool keeps_scores() const { return item->wants_scores() || item->wants_attention(); }
   bool scores() const { return !is(Path::kDense) || keeps_scores(); }
   bool selects() const { return !is(Path::kDense); }
+  // Whether its chosen tokens are kept for the host.
+  bool keeps_chosen() const { return !item->last_chosen.empty() && position + 1 == item->plan.positions.size(); }
   // Tokens that the answer lists, with their rows where it has rows.
   uint32_t listed() const { return item->wants_new_rows() ? missing : chosen; }
   // What is not chosen is empty where everything is, and so it stays as the answer began.
@@ -91,6 +98,11 @@ struct RetrievalSet {
 // Stages inputs, takes arrays and fills in the set's operations. What does not fit shows in memory.exhausted(); the set
 // must then stay alive until the device is done with what was staged.
 void BuildSet(BatchMemory& memory, RetrievalSet& set);
+
+// PrepareQueries of some heads, with its arrays in scratch. query [heads, head_dim] of the session's dtype; stays valid
+// until the batch is over.
+PrepareQueriesItem MakePrepare(BatchMemory& memory, const Layer& layer, const HeadView& view,
+                               std::span<const std::byte> query);
 
 // Where the set's rows of an attention of the answer lie: output [R, value_dim] and log_sum_exp [R], float32 until the
 // retrieval ends.

@@ -202,6 +202,7 @@ class Rounds {
     if (!attends.empty()) CTKVR_RETURN_IF_ERROR(device_.backend.Attend(device_.stream, attends));
     if (!memory_.shares_host_memory()) CopyRows(gathers, rows);
     if (!memory_.shares_host_memory()) CopyAttention();
+    for (const auto& set : sets_) KeepChosen(*set);
     CTKVR_RETURN_IF_ERROR(memory_.Finish());
     for (const auto& set : sets_) Conclude(*set);
     Observe(Stage::kGather, clock_.Now() - start);
@@ -335,6 +336,17 @@ class Rounds {
     }
   }
 
+  void KeepChosen(RetrievalSet& set) {
+    if (!set.item->status.ok() || !set.keeps_chosen()) return;
+    std::vector<uint32_t>& chosen = set.item->last_chosen[set.set];
+    chosen.resize(set.chosen);
+    if (set.selects()) {
+      memory_.CopyOut(chosen.data(), set.select.chosen, set.chosen);
+    } else {
+      std::iota(chosen.begin(), chosen.end(), set.plan->begin);
+    }
+  }
+
   void Conclude(const RetrievalSet& set) {
     RetrievalItem& item = *set.item;
     item.new_tokens = item.new_scores = 0;
@@ -373,6 +385,7 @@ absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   CTKVR_ASSIGN_OR_RETURN(item.layer, session.FindLayer(task.query->layer));
   CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query, task.policy_inputs));
   item.answer.counts.assign(item.plan.positions.size() * item.plan.sets, 0);
+  if (task.shadow != nullptr && WorthShadowing(item.plan.positions.back())) item.last_chosen.resize(item.plan.sets);
   if (item.wants_attention()) item.answer.attention = EmptyAttention(item.layer->config(), task.query->positions);
   if (item.wants_new_rows()) item.answer.new_counts = item.answer.counts;
   if (item.options().remainder) item.answer.remainder = EmptyAttention(item.layer->config(), task.query->positions);
@@ -431,6 +444,7 @@ void Conclude(const RetrievalTask& task, RetrievalItem& item, Stats& stats) {
   stats.bytes_read.fetch_add(answer.bytes_read, std::memory_order_relaxed);
   stats.row_bytes.fetch_add(answer.keys.size() + answer.values.size(), std::memory_order_relaxed);
   task.session->CountRetrievals(item.plan.positions.size());
+  if (!item.last_chosen.empty()) OfferShadow(*task.session, item, *task.shadow, stats);
   answer.used = std::move(item.plan.used);
   *task.result = std::move(answer);
 }

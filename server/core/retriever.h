@@ -22,6 +22,7 @@
 #include "server/core/clock.h"
 #include "server/core/policies.h"
 #include "server/core/session.h"
+#include "server/core/shadow.h"
 #include "server/core/stats.h"
 #include "server/core/types.h"
 
@@ -33,6 +34,7 @@ struct RetrievalTask {
   const CallContext* context = nullptr;
   PolicyInputs policy_inputs;
   absl::StatusOr<Answer>* result = nullptr;  // out
+  ShadowSlot* shadow = nullptr;              // out, unless it is filled already: what an exact repeat needs
 };
 
 // Errors as Cache.Retrieve in the proto, and the backend's. REQUIRES: elements were checked (elements.h).

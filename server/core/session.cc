@@ -114,6 +114,7 @@ void Session::MakeLayers(const std::vector<LayerRequests>& requests, const std::
                                                   .first_cache_version = epoch() + (uint64_t{i} << 40)});
   }
   maintenance_.resize(requests.size());
+  truth_.resize(requests.size());
 }
 
 absl::Status Session::Check(const SessionRef& ref) const {
@@ -163,6 +164,7 @@ absl::StatusOr<TruncateResult> Session::Truncate(LaneDevice device, uint32_t len
     if (layers_[i] == nullptr || layers_[i]->index() == nullptr) continue;
     CTKVR_ASSIGN_OR_RETURN(counts[i], layers_[i]->index()->PlanTruncate(device, length));
   }
+  ++truncations_;
   TruncateResult result{.epoch = spec_.epoch, .removed_tokens = {}};
   for (size_t i = 0; i < layers_.size(); ++i) {
     result.removed_tokens.push_back(layers_[i] == nullptr ? 0 : lengths[i] - length);
@@ -178,6 +180,14 @@ absl::StatusOr<TruncateResult> Session::Truncate(LaneDevice device, uint32_t len
     if (build_ != nullptr && build_->layer == i) build_.reset();
   }
   return result;
+}
+
+bool Session::SampleRetrieval(double share) {
+  uint64_t x = spec_.config.rotation_seed + 0x9e3779b97f4a7c15u * ++sampled_from_;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  x ^= x >> 31;
+  return static_cast<double>(x >> 11) * 0x1p-53 < share;
 }
 
 absl::Status Session::RequestMaintenance(const std::vector<uint32_t>& layers) {
@@ -362,10 +372,14 @@ SessionInfo Session::Info() const {
                    .memory = Memory(),
                    .lease_remaining_seconds = 0,
                    .appended_tokens = appended_tokens_,
-                   .retrievals = retrievals_};
+                   .retrievals = retrievals_,
+                   .truth = {},
+                   .shadows_skipped = shadows_skipped_,
+                   .shadow_pending = false};
   for (const auto& layer : layers_) {
     LayerInfo& layer_info = info.layers.emplace_back();
     if (layer == nullptr) continue;
+    layer_info.truth = truth_[info.layers.size() - 1].Info();
     layer_info.length = layer->length();
     layer_info.codec = layer->Codec(spec_.config.rotation_seed);
     if (layer->clusters() != nullptr) layer_info.clustered_length = layer->clusters()->clustered_length();
@@ -373,6 +387,9 @@ SessionInfo Session::Info() const {
     layer_info.indexed_length = layer->index()->indexed_length();
     layer_info.query_centroids = layer->index()->centroid_count();
   }
+  std::vector<TruthInfo> truth;
+  for (const LayerInfo& layer_info : info.layers) truth.push_back(layer_info.truth);
+  info.truth = SumTruth(truth);
   return info;
 }
 

@@ -17,6 +17,7 @@
 #include "server/core/batch_memory.h"
 #include "server/core/host_budget.h"
 #include "server/core/layer.h"
+#include "server/core/truth.h"
 #include "server/core/types.h"
 
 namespace ctkvr {
@@ -67,10 +68,18 @@ class Session {
   absl::Status MaintenanceStep(LaneDevice device);
   std::vector<uint32_t> IndexedLengths() const;
 
+  // ---- Online truth ----
+  // Whether this retrieval belongs to the sampled share: depends on the rotation seed and the retrievals before alone.
+  bool SampleRetrieval(double share);
+  void CountSkippedShadow() { ++shadows_skipped_; }
+  void AddTruth(uint32_t layer, const TruthSample& sample) { truth_[layer].Add(sample); }
+  // Truncations so far: what saw fewer of them saw other tokens.
+  uint64_t truncations() const { return truncations_; }
+
   void CountAppended(uint64_t tokens) { appended_tokens_ += tokens; }
   void CountRetrievals(uint64_t positions) { retrievals_ += positions; }
 
-  SessionInfo Info() const;        // lease_remaining_seconds left 0
+  SessionInfo Info() const;        // what only the lane knows left 0: the lease, and whether a shadow is pending
   SessionSummary Summary() const;  // the same
   MemoryInfo Memory() const;
   uint64_t tokens_held() const;  // (layer, token)
@@ -110,6 +119,10 @@ class Session {
   std::unique_ptr<Build> build_;
   uint64_t appended_tokens_ = 0;
   uint64_t retrievals_ = 0;
+  std::vector<TruthCounts> truth_;  // [layers]
+  uint64_t truncations_ = 0;
+  uint64_t sampled_from_ = 0;  // retrievals that SampleRetrieval was asked about
+  uint64_t shadows_skipped_ = 0;
 };
 
 }  // namespace ctkvr

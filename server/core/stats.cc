@@ -22,6 +22,8 @@ const char* StageName(Stage stage) {
       return "append";
     case Stage::kMaintenance:
       return "maintenance";
+    case Stage::kShadow:
+      return "shadow";
   }
   return "?";
 }
@@ -34,6 +36,22 @@ const char* SessionEndName(SessionEnd end) {
       return "expired";
     case SessionEnd::kDrained:
       return "drained";
+  }
+  return "?";
+}
+
+const char* ShadowSkipName(ShadowSkip skip) {
+  switch (skip) {
+    case ShadowSkip::kBusy:
+      return "busy";
+    case ShadowSkip::kTooLarge:
+      return "too_large";
+    case ShadowSkip::kChanged:
+      return "changed";
+    case ShadowSkip::kClosed:
+      return "closed";
+    case ShadowSkip::kError:
+      return "error";
   }
   return "?";
 }

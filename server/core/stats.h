@@ -15,9 +15,9 @@
 
 namespace ctkvr {
 
-// Steps of a retrieval, timed a batch.
-enum class Stage : uint8_t { kWait, kPrepare, kCandidates, kSelect, kGather, kAppend, kMaintenance };
-inline constexpr size_t kStageCount = 7;
+// Steps of a retrieval, timed a batch; maintenance and exact repeats, timed a step and a slice.
+enum class Stage : uint8_t { kWait, kPrepare, kCandidates, kSelect, kGather, kAppend, kMaintenance, kShadow };
+inline constexpr size_t kStageCount = 8;
 const char* StageName(Stage stage);
 
 // Seconds, upper bounds of the buckets; the last bucket is everything above.
@@ -43,6 +43,29 @@ enum class SessionEnd : uint8_t { kClosed, kExpired, kDrained };
 inline constexpr size_t kSessionEndCount = 3;
 const char* SessionEndName(SessionEnd end);
 
+// Why a sampled retrieval was not repeated exactly.
+enum class ShadowSkip : uint8_t {
+  kBusy,      // the lane had one to repeat already
+  kTooLarge,  // over limits::kShadowBytesMax
+  kChanged,   // truncated, or its keys coded, before the repeat was done
+  kClosed,    // its session ended
+  kError      // of the device, or scratch was too small
+};
+inline constexpr size_t kShadowSkipCount = 5;
+const char* ShadowSkipName(ShadowSkip skip);
+
+// What exact repeats found, summed over sampled retrievals of one source (TruthInfo in types.h says of what).
+struct TruthStats {
+  std::atomic<uint64_t> samples{0};  // (layer, position)
+  std::atomic<uint64_t> needles{0};
+  std::atomic<uint64_t> needles_found{0};
+  std::atomic<uint64_t> best_tokens{0};
+  std::atomic<uint64_t> best_chosen{0};
+  std::atomic<uint64_t> heads{0};  // (query head, sample): what the sums below are over
+  std::atomic<double> mass{0};
+  std::atomic<double> output_error{0};
+};
+
 struct Stats {
   std::atomic<uint64_t> sessions_opened{0};
   std::array<std::atomic<uint64_t>, kSessionEndCount> sessions_ended{};
@@ -62,6 +85,8 @@ struct Stats {
   std::atomic<uint64_t> maintenance_steps{0};
   std::atomic<uint64_t> device_errors{0};  // calls of the backend that failed
   std::array<DurationHistogram, kStageCount> stages;
+  std::array<TruthStats, kSourceCount> truth;
+  std::array<std::atomic<uint64_t>, kShadowSkipCount> shadows_skipped{};
   // Gauges.
   std::atomic<int64_t> sessions{0};
   std::atomic<int64_t> queued_items{0};

@@ -6,8 +6,8 @@
 
 namespace ctkvr {
 
-StepRunner::StepRunner(LaneDevice device, const Clock& clock, Stats& stats, Finder find, Observer appended)
-    : device_(device), clock_(clock), stats_(stats), find_(std::move(find)), appended_(std::move(appended)) {}
+StepRunner::StepRunner(LaneDevice device, const Clock& clock, Stats& stats, Hooks hooks)
+    : device_(device), clock_(clock), stats_(stats), hooks_(std::move(hooks)) {}
 
 void StepRunner::Add(StepPart part, TimePoint arrived) {
   for (uint32_t item : part.items) AddItem(*part.call.operator->(), item, arrived);
@@ -17,7 +17,7 @@ void StepRunner::Add(StepPart part, TimePoint arrived) {
 void StepRunner::AddItem(StepCall& call, uint32_t item, TimePoint arrived) {
   const StepRequest& request = call.requests[item];
   StepResult& result = call.results[item];
-  const absl::StatusOr<Session*> session = find_(request.session, arrived);
+  const absl::StatusOr<Session*> session = hooks_.find(request.session, arrived);
   if (!session.ok()) {
     call.Fail(item, session.status());
     return;
@@ -57,7 +57,7 @@ void StepRunner::RunPendingAppends() {
   RunAppends(device_, stats_, appends_);
   stats_.stages[static_cast<size_t>(Stage::kAppend)].Observe(clock_.Now() - start);
   for (const AppendTask& task : appends_) {
-    if (task.result->ok()) appended_(*task.session);
+    if (task.result->ok()) hooks_.appended(*task.session);
   }
   appends_.clear();
   appended_keys_.clear();
@@ -70,6 +70,7 @@ void StepRunner::RunPendingQueries() {
       *query.task.result = query.append->status();
     } else {
       tasks.push_back(query.task);
+      tasks.back().shadow = hooks_.sample(*query.task.session);
     }
   }
   if (!tasks.empty()) RunRetrievals(device_, clock_, stats_, tasks);

@@ -48,7 +48,14 @@ class StepRunner {
   using Finder = std::function<absl::StatusOr<Session*>(const SessionRef&, TimePoint arrived)>;
   // Told of every session that tokens were appended to.
   using Observer = std::function<void(Session&)>;
-  StepRunner(LaneDevice device, const Clock& clock, Stats& stats, Finder find, Observer appended);
+  // Where a retrieval of the session leaves what an exact repeat needs; null: it is not sampled.
+  using Sampler = std::function<ShadowSlot*(Session&)>;
+  struct Hooks {
+    Finder find;
+    Observer appended;
+    Sampler sample;
+  };
+  StepRunner(LaneDevice device, const Clock& clock, Stats& stats, Hooks hooks);
 
   // Of the retrievals added from now on.
   void SetPolicyInputs(const PolicyInputs& inputs) { policy_inputs_ = inputs; }
@@ -71,8 +78,7 @@ class StepRunner {
   const LaneDevice device_;
   const Clock& clock_;
   Stats& stats_;
-  const Finder find_;
-  const Observer appended_;
+  const Hooks hooks_;
   PolicyInputs policy_inputs_;
   std::vector<StepPart> parts_;
   std::vector<AppendTask> appends_;

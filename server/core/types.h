@@ -159,11 +159,26 @@ struct MemoryInfo {
   uint64_t held_bytes() const { return page_bytes + raw_bytes + index_bytes + state_bytes; }
 };
 
+// What exact repeats of sampled retrievals found, softmaxes taken over all that the query saw; see Truth in the proto.
+struct TruthInfo {
+  uint64_t samples = 0;  // (layer, position) repeated
+  uint64_t needles = 0;
+  uint64_t needles_found = 0;
+  uint64_t best_tokens = 0;  // of the exact best k
+  uint64_t best_chosen = 0;  // of those, chosen
+  uint64_t heads = 0;        // (query head, sample): what the sums below are over
+  double mass_sum = 0;
+  double output_error_sum = 0;
+  std::optional<uint32_t> worst_head;  // of the query heads with limits::kWorstHeadNeedles needles or more
+  double worst_head_share = 1;
+};
+
 struct LayerInfo {
   uint32_t length = 0;
   uint32_t indexed_length = 0;
   uint32_t query_centroids = 0;
   uint32_t clustered_length = 0;
+  TruthInfo truth;
   RowCodec codec;
 };
 
@@ -176,6 +191,9 @@ struct SessionInfo {
   uint32_t lease_remaining_seconds = 0;
   uint64_t appended_tokens = 0;
   uint64_t retrievals = 0;
+  TruthInfo truth;               // of all layers
+  uint64_t shadows_skipped = 0;  // sampled retrievals that were not repeated
+  bool shadow_pending = false;
 };
 
 struct SessionSummary {

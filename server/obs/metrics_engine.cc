@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 
+#include <array>
 #include <limits>
 #include <utility>
 
@@ -18,17 +19,17 @@ class Page {
  public:
   void Counter(const char* name, const char* help, uint64_t value) {
     Open(name, help, MetricType::Counter);
-    CounterSeries({}, value);
+    CounterSeries({}, static_cast<double>(value));
   }
   void Gauge(const char* name, const char* help, double value) {
     Open(name, help, MetricType::Gauge);
     families_.back().metric.emplace_back().gauge.value = value;
   }
   void Open(const char* name, const char* help, MetricType type) { families_.push_back({name, help, type, {}}); }
-  void CounterSeries(std::vector<ClientMetric::Label> labels, uint64_t value) {
+  void CounterSeries(std::vector<ClientMetric::Label> labels, double value) {
     ClientMetric& metric = families_.back().metric.emplace_back();
     metric.label = std::move(labels);
-    metric.counter.value = static_cast<double>(value);
+    metric.counter.value = value;
   }
   void HistogramSeries(std::vector<ClientMetric::Label> labels, const DurationHistogram::Snapshot& snapshot) {
     ClientMetric& metric = families_.back().metric.emplace_back();
@@ -55,7 +56,8 @@ void AddSessions(const Stats& stats, Page& page) {
   page.Counter("ctkvr_sessions_opened_total", "Sessions opened.", stats.sessions_opened);
   page.Open("ctkvr_sessions_ended_total", "Sessions ended, by how.", MetricType::Counter);
   for (size_t i = 0; i < kSessionEndCount; ++i) {
-    page.CounterSeries({{"end", SessionEndName(static_cast<SessionEnd>(i))}}, stats.sessions_ended[i]);
+    page.CounterSeries({{"end", SessionEndName(static_cast<SessionEnd>(i))}},
+                       static_cast<double>(stats.sessions_ended[i].load()));
   }
   page.Counter("ctkvr_sessions_failed_total", "Sessions failed by a device error.", stats.sessions_failed);
 }
@@ -72,7 +74,8 @@ void AddWork(const Stats& stats, Page& page) {
   page.Counter("ctkvr_appended_bytes_total", "Bytes of keys, values and queries appended.", stats.append_bytes);
   page.Open("ctkvr_retrievals_total", "Query positions answered, summed over layers, by source.", MetricType::Counter);
   for (size_t i = 0; i < kSourceCount; ++i) {
-    page.CounterSeries({{"source", SourceName(static_cast<Source>(i))}}, stats.retrievals[i]);
+    page.CounterSeries({{"source", SourceName(static_cast<Source>(i))}},
+                       static_cast<double>(stats.retrievals[i].load()));
   }
   page.Counter("ctkvr_chosen_tokens_total", "Tokens chosen, summed over sets.", stats.chosen_tokens);
   page.Counter("ctkvr_scanned_bytes_total", "Bytes of keys, scales and lists read to choose.", stats.bytes_read);
@@ -86,14 +89,52 @@ void AddWork(const Stats& stats, Page& page) {
   }
 }
 
+// What exact repeats found, a series a source each.
+struct TruthFamily {
+  const char* name;
+  const char* help;
+  double (*read)(const TruthStats&);
+};
+constexpr std::array<TruthFamily, 8> kTruthFamilies = {
+    {{"ctkvr_truth_samples_total", "Retrievals repeated exactly, by the source that had served.",
+      [](const TruthStats& t) { return static_cast<double>(t.samples.load()); }},
+     {"ctkvr_truth_needles_total", "Query heads of them with one token that holds over 10 % of the attention.",
+      [](const TruthStats& t) { return static_cast<double>(t.needles.load()); }},
+     {"ctkvr_truth_needles_found_total", "Of those, with that token chosen.",
+      [](const TruthStats& t) { return static_cast<double>(t.needles_found.load()); }},
+     {"ctkvr_truth_best_tokens_total", "Tokens of the exact best k.",
+      [](const TruthStats& t) { return static_cast<double>(t.best_tokens.load()); }},
+     {"ctkvr_truth_best_chosen_total", "Of those, chosen.",
+      [](const TruthStats& t) { return static_cast<double>(t.best_chosen.load()); }},
+     {"ctkvr_truth_heads_total", "Query heads of the repeats.",
+      [](const TruthStats& t) { return static_cast<double>(t.heads.load()); }},
+     {"ctkvr_truth_mass_total", "Attention kept, summed over those heads.",
+      [](const TruthStats& t) { return t.mass.load(); }},
+     {"ctkvr_truth_output_error_total", "Relative error of the attention's output, summed over those heads.",
+      [](const TruthStats& t) { return t.output_error.load(); }}}};
+
+void AddTruth(const Stats& stats, Page& page) {
+  for (const TruthFamily& family : kTruthFamilies) {
+    page.Open(family.name, family.help, MetricType::Counter);
+    for (size_t i = 0; i < kSourceCount; ++i) {
+      page.CounterSeries({{"source", SourceName(static_cast<Source>(i))}}, family.read(stats.truth[i]));
+    }
+  }
+  page.Open("ctkvr_shadows_skipped_total", "Sampled retrievals that were not repeated, by why.", MetricType::Counter);
+  for (size_t i = 0; i < kShadowSkipCount; ++i) {
+    page.CounterSeries({{"reason", ShadowSkipName(static_cast<ShadowSkip>(i))}},
+                       static_cast<double>(stats.shadows_skipped[i].load()));
+  }
+}
+
 void AddQueue(const Stats& stats, const ServerFacts& facts, Page& page) {
   page.Gauge("ctkvr_queue_items", "Calls waiting for a lane.", static_cast<double>(stats.queued_items.load()));
   page.Gauge("ctkvr_queue_items_max", "Calls that may wait, all lanes.", static_cast<double>(facts.queue_items_max));
   page.Counter("ctkvr_queue_rejections_total", "Calls refused because a queue was full.", stats.queue_rejections);
   page.Open("ctkvr_expired_calls_total", "Calls dropped for deadline or cancellation: before work, or before rows.",
             MetricType::Counter);
-  page.CounterSeries({{"point", "queue"}}, stats.expired_in_queue);
-  page.CounterSeries({{"point", "flight"}}, stats.expired_in_flight);
+  page.CounterSeries({{"point", "queue"}}, static_cast<double>(stats.expired_in_queue.load()));
+  page.CounterSeries({{"point", "flight"}}, static_cast<double>(stats.expired_in_flight.load()));
 }
 
 void AddServer(const ServerSample& sample, const ServerFacts& facts, double start_time_seconds, Page& page) {
@@ -124,6 +165,7 @@ std::vector<prometheus::MetricFamily> EngineCollector::Collect() const {
   AddSessions(stats_, page);
   AddDevice(stats_, page);
   AddWork(stats_, page);
+  AddTruth(stats_, page);
   AddQueue(stats_, facts_, page);
   AddServer(sample_(), facts_, start_time_seconds_, page);
   return page.Take();

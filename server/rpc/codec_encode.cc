@@ -257,6 +257,25 @@ void EncodeSessionOptions(const SessionConfig& config, v1::SessionOptions* optio
   options->set_admission(v1::ADMISSION_AT_OPEN);
 }
 
+namespace {
+
+void EncodeTruth(const TruthInfo& truth, v1::Truth* message) {
+  message->set_samples(truth.samples);
+  message->set_needles(truth.needles);
+  message->set_needles_found(truth.needles_found);
+  message->set_best_tokens(truth.best_tokens);
+  message->set_best_chosen(truth.best_chosen);
+  if (truth.heads != 0) {
+    message->set_mass(truth.mass_sum / static_cast<double>(truth.heads));
+    message->set_output_error(truth.output_error_sum / static_cast<double>(truth.heads));
+  }
+  if (!truth.worst_head.has_value()) return;
+  message->set_worst_head(*truth.worst_head);
+  message->set_worst_head_share(truth.worst_head_share);
+}
+
+}  // namespace
+
 void EncodeHeader(uint64_t boot_id, uint64_t epoch, v1::ReplyHeader* header) {
   header->set_boot_id(boot_id);
   header->set_session_epoch(epoch);
@@ -297,6 +316,7 @@ void EncodeSessionInfo(const SessionInfo& info, v1::SessionInfo* message) {
     EncodeRowCodec(layer.codec, config.head_dim, out->mutable_codec());
     EncodeSelection(config.selection, out->mutable_selection());
     EncodeSoftmax(config.softmax, out->mutable_softmax());
+    EncodeTruth(layer.truth, out->mutable_truth());
     const uint64_t pairs = uint64_t{layer.length} * config.kv_heads;
     row_pairs += pairs;
     f32_bytes += pairs * (config.head_dim + config.value_dim) * sizeof(float);
@@ -317,6 +337,9 @@ void EncodeSessionInfo(const SessionInfo& info, v1::SessionInfo* message) {
   message->set_lease_remaining_seconds(info.lease_remaining_seconds);
   message->set_appended_tokens(info.appended_tokens);
   message->set_retrievals(info.retrievals);
+  EncodeTruth(info.truth, message->mutable_truth());
+  message->set_shadows_skipped(info.shadows_skipped);
+  message->set_shadow_pending(info.shadow_pending);
 }
 
 uint64_t AnswerBytes(const Answer& answer) {

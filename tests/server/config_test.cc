@@ -60,14 +60,18 @@ TEST_F(ConfigTest, DefaultsServeOnLoopbackWithAllProcessorsAndHalfTheMemory) {
   EXPECT_EQ(config.log.format, obs::LogFormat::kText);
   EXPECT_TRUE(config.log.access);
   EXPECT_EQ(config.drain, std::chrono::seconds(25));
+  EXPECT_EQ(config.engine.truth_share, 0.01);
+  EXPECT_EQ(config.engine.truth_budget, 0.02);
   EXPECT_EQ(config.ready_file, "");
 }
 
 TEST_F(ConfigTest, EveryFlagReachesTheConfiguration) {
-  const Config config =
-      Parse({"--listen_address=127.0.0.2:1", "--metrics_address", "[::1]:2", "--backend=cpu:avx2", "--lanes=3",
-             "--arena_bytes=64MiB", "--scratch_bytes", "2097152", "--queue_items_max=5", "--sessions_max=6",
-             "--log_level=error", "--log_format=json", "--noaccess_log", "--drain_seconds=7", "--ready_file=here"});
+  const Config config = Parse({"--listen_address=127.0.0.2:1", "--metrics_address", "[::1]:2", "--backend=cpu:avx2",
+                               "--lanes=3", "--arena_bytes=64MiB", "--scratch_bytes", "2097152", "--queue_items_max=5",
+                               "--sessions_max=6", "--log_level=error", "--log_format=json", "--noaccess_log",
+                               "--drain_seconds=7", "--ready_file=here", "--truth_share=1", "--truth_budget=0.5"});
+  EXPECT_EQ(config.engine.truth_share, 1);
+  EXPECT_EQ(config.engine.truth_budget, 0.5);
   EXPECT_EQ(config.listen_address, "127.0.0.2:1");
   EXPECT_EQ(config.metrics_address, "[::1]:2");
   EXPECT_EQ(config.backend, "cpu:avx2");

@@ -72,6 +72,7 @@ absl::StatusOr<std::unique_ptr<Stream>> FakeBackend::NewStream() {
 }
 
 absl::Status FakeBackend::NextCall(const char* name, bool* do_work) {
+  if (options_.on_call) options_.on_call(name);
   const std::lock_guard lock(mutex_);
   const uint64_t call = calls_++;
   const bool fails = call >= fail_begin_ && call < fail_end_;
@@ -117,8 +118,8 @@ std::vector<const void*> PointersOf(const Item& item) {
   } else if constexpr (std::is_same_v<Item, ScoreTokensItem>) {
     return {item.query.plain, item.tokens, item.count, item.scores};
   } else if constexpr (std::is_same_v<Item, SelectTokensItem>) {
-    return {item.scores,       item.tokens,        item.count,    item.softmax.sink_logits, item.chosen,
-            item.chosen_count, item.chosen_scores, item.workspace};
+    return {item.scores, item.tokens,       item.count,         item.softmax.sink_logits,
+            item.chosen, item.chosen_count, item.chosen_scores, item.workspace};
   } else if constexpr (std::is_same_v<Item, WriteCentroidsItem>) {
     return {item.queries, item.slots, item.centroids, item.norms};
   } else if constexpr (std::is_same_v<Item, BuildListsItem>) {
@@ -141,7 +142,9 @@ std::vector<const void*> PointersOf(const Item& item) {
 }
 
 template <typename Item>
-concept HasView = requires(const Item& item) { item.view; };
+concept HasView = requires(const Item& item) {
+  item.view;
+};
 
 }  // namespace
 

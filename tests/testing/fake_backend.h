@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,6 +25,7 @@ namespace ctkvr::testing {
 struct FakeBackendOptions {
   bool shares_host_memory = true;  // false: a device of its own, see above
   std::string real = "cpu:portable";
+  std::function<void(const char* name)> on_call = nullptr;  // told before each operation, "ScoreTokens"; may be empty
 };
 
 class FakeBackend final : public Backend {

@@ -151,6 +151,32 @@ TEST_F(ReplayTest, TheRepositorysTraceKeepsItsNeedles) {
   EXPECT_DOUBLE_EQ(json["total"]["needle_share"].get<double>(), total);
 }
 
+TEST_F(ReplayTest, TheServersOwnFiguresAreThoseOfTheTrace) {
+  const auto trace = LoadTrace(CTKVR_TRACE);
+  ASSERT_THAT(trace, IsOk());
+  testing::TestServerOptions options;
+  options.engine.truth_share = 1;
+  options.engine.truth_budget = 1;
+  testing::TestServer server(options);
+  const auto client = client::Client::Connect({.address = server.address()});
+  ASSERT_THAT(client, IsOk());
+  ReplayFlags flags;
+  flags.every = 4;
+  flags.online = true;
+  EXPECT_THAT(Replay(**client, *trace, flags, &progress_), StatusIs(absl::StatusCode::kFailedPrecondition));
+  flags.hold_decoded = true;
+  for (const char* source : {"sketch", "query_centroids"}) {
+    flags.selection.source = source;
+    const auto result = Replay(**client, *trace, flags, &progress_);
+    ASSERT_THAT(result, IsOk());
+    EXPECT_EQ(result->online->samples, result->retrievals);
+    EXPECT_EQ(result->online->skipped, 0u);
+    EXPECT_TRUE(result->online->agrees()) << OnlineText(source, *result->online);
+    EXPECT_GT(*result->metrics.recall(), 0.1);
+  }
+  EXPECT_THAT(Run(*trace, flags), StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("repeated nothing")));
+}
+
 TEST_F(ReplayTest, AttentionIsTimedAndNotCompared) {
   ReplayFlags flags;
   flags.selection.answer = "attention";

@@ -115,7 +115,8 @@ oracle::Matrix Tokens::Queries(uint32_t p, uint64_t v) const { return Rows(What:
 
 // ---- The engine ----------------------------------------------------------------------------------------------------
 
-Harness::Harness(const HarnessOptions& options) : backend_({.shares_host_memory = options.shares_host_memory}) {
+Harness::Harness(const HarnessOptions& options)
+    : backend_({.shares_host_memory = options.shares_host_memory, .on_call = options.on_call}) {
   auto engine = Engine::Create(options.engine, backend_, clock_);
   CTKVR_CHECK(engine.ok());
   engine_ = *std::move(engine);

@@ -9,6 +9,7 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -79,6 +80,7 @@ class Tokens {
 
 struct HarnessOptions {
   bool shares_host_memory = true;
+  std::function<void(const char* name)> on_call = nullptr;  // of the backend, see FakeBackendOptions
   EngineOptions engine = {.lanes = 1,
                           .arena_bytes = size_t{48} << 20,
                           .scratch_bytes = size_t{8} << 20,

@@ -41,6 +41,9 @@ TEST(EngineTest, OptionsThatCannotWorkAreRefused) {
   EXPECT_THAT(create([](EngineOptions& o) { o.sessions_max = 0; }), StatusIs(absl::StatusCode::kInvalidArgument));
   EXPECT_THAT(create([](EngineOptions& o) { o.sessions_max = 100001; }),
               StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("the limit is 100000")));
+  EXPECT_THAT(create([](EngineOptions& o) { o.truth_share = 1.5; }),
+              StatusIs(absl::StatusCode::kInvalidArgument, HasSubstr("truth_share is 1.5; it must be 0 to 1")));
+  EXPECT_THAT(create([](EngineOptions& o) { o.truth_budget = 0; }), StatusIs(absl::StatusCode::kInvalidArgument));
   EXPECT_THAT(create([](EngineOptions& o) { o.arena_bytes = 1000; }), StatusIs(absl::StatusCode::kInvalidArgument));
 }
 

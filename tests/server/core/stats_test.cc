@@ -39,6 +39,10 @@ TEST(StatsTest, NamesAreThereAndDiffer) {
   EXPECT_EQ(names.size(), kStageCount);
   EXPECT_FALSE(names.contains("?"));
   names.clear();
+  for (size_t i = 0; i < kShadowSkipCount; ++i) names.insert(ShadowSkipName(static_cast<ShadowSkip>(i)));
+  EXPECT_EQ(names.size(), kShadowSkipCount);
+  EXPECT_FALSE(names.contains("?"));
+  names.clear();
   for (size_t i = 0; i < kSessionEndCount; ++i) names.insert(SessionEndName(static_cast<SessionEnd>(i)));
   EXPECT_EQ(names.size(), kSessionEndCount);
   EXPECT_FALSE(names.contains("?"));
