@@ -70,6 +70,7 @@ class Replayer {
     if (!info.ok()) return info.status();
     result_.memory = info->memory();
     result_.appended_tokens = info->appended_tokens();
+    result_.strength = info->layers(0).strength();
     if (flags_.verify_exact) {
       if (auto s = Verify(*session); !s.ok()) return s;
     }
@@ -417,6 +418,7 @@ nlohmann::json ReplayJson(const std::vector<ReplayResult>& results) {
         {"source", ShortName(r.source)},
         {"tokens_appended", r.appended_tokens},
         {"retrievals", r.retrievals},
+        {"strength", r.strength},
         {"recall", optional(r.metrics.recall())},
         {"needles", r.metrics.needles()},
         {"needles_found", r.metrics.needles_found()},

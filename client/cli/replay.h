@@ -46,6 +46,7 @@ struct ReplayResult {
   v1::SessionMemory memory;
   std::optional<VerifyReport> verify;
   std::optional<OnlineReport> online;
+  uint32_t strength = 0;  // steps the server took for a needle share
 };
 
 // Opens a session of one layer with the trace's geometry, closes it again. Errors: the server's; FAILED_PRECONDITION

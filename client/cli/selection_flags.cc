@@ -34,7 +34,7 @@ void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
       ->check(one_of({"f32", "f16", "bf16", "k8v8", "k8v4", "k6v4"}))
       ->capture_default_str();
   command->add_option("--source", flags->source, "Where candidates come from")
-      ->check(one_of({"dense", "exact", "sketch", "query_centroids"}))
+      ->check(one_of({"auto", "dense", "exact", "sketch", "query_centroids"}))
       ->capture_default_str();
   command->add_option("--reduction", flags->reduction, "How the heads of a group become one ranking")
       ->check(one_of({"sum_softmax", "max_softmax", "per_head"}))
@@ -76,6 +76,10 @@ void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
   command->add_option("--row-format", flags->row_format, "Form of the rows, or the attention, of a reply")
       ->check(one_of({"f32", "f16", "bf16", "storage"}))
       ->capture_default_str();
+  command
+      ->add_option("--needle-share-target", flags->needle_share_target,
+                   "Needle share below which the server moves to stronger settings; 0: none")
+      ->capture_default_str();
   command->add_option("--seed", flags->seed, "Seed of the rotation of coded keys; 0: the server draws one")
       ->capture_default_str();
 }
@@ -86,6 +90,9 @@ v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags) {
   options.set_first_planes(flags.first_planes);
   options.set_rotation_seed(flags.seed);
   options.set_maintenance(v1::MAINTENANCE_MANUAL);
+  if (flags.needle_share_target > 0) {
+    options.mutable_policies()->set_needle_share_target(flags.needle_share_target);
+  }
   if (flags.answer == "new_rows") options.set_cache_slots(flags.cache_slots);
   v1::Policies* policies = options.mutable_policies();
   policies->set_load_adaptive_k(flags.load_adaptive_k);

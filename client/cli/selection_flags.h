@@ -38,6 +38,7 @@ struct SelectionFlags {
   std::string answer = "rows";
   uint32_t cache_slots = 2048;  // a KV head
   std::string row_format = "f16";
+  float needle_share_target = 0;
   uint64_t seed = 1;
 };
 

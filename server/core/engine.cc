@@ -178,6 +178,10 @@ void Engine::Open(std::string id, SessionConfig config, CallContext context, Cal
         absl::StrCat("bytes of session_id is ", id.size(), "; the limit is ", limits::kSessionIdBytesMax)));
   }
   if (const absl::Status status = ValidateSessionConfig(config); !status.ok()) return done(status);
+  if (config.needle_share_target > 0 && impl_->options.truth_share == 0) {
+    return done(absl::InvalidArgumentError(absl::StrCat("needle_share_target is ", config.needle_share_target,
+                                                        "; it needs online truth, and truth_share is 0")));
+  }
   if (config.rotation_seed == 0) config.rotation_seed = impl_->numbers.Next();
   const uint64_t planned_bytes = Session::PlannedBytes(config);
   absl::StatusOr<HostBudget::Grant> host_memory =

@@ -107,4 +107,13 @@ inline constexpr double kNeedleShare = 0.1;
 // A head with fewer needles says little about itself.
 inline constexpr uint64_t kWorstHeadNeedles = 20;
 
+// Steps towards a quality target: the last one is exact.
+inline constexpr uint32_t kStrengthMax = 4;
+// Needles that a step needs to be sure, and after which a shortfall counts however small: 16 missed of 16 leave an
+// upper bound of 0.14, and of 1,024 a share is known within 0.01.
+inline constexpr uint64_t kQualityNeedlesMin = 16;
+inline constexpr uint64_t kQualityNeedlesMax = 1024;
+// From this length on clusters pay: at 8K they lose needles, at 32K none (a quarter of the tokens opened).
+inline constexpr uint32_t kLongTokens = 32768;
+
 }  // namespace ctkvr::limits

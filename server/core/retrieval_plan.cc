@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "kernels/base/math.h"
 #include "kernels/base/status_macros.h"
+#include "server/core/auto_planner.h"
 #include "server/core/error.h"
 #include "server/core/limits.h"
 
@@ -185,6 +186,25 @@ absl::Status CheckAfterIndex(const Layer& layer, const Query& query, const Query
   return absl::OkStatus();
 }
 
+// Why the path differs from what was planned, or `planned`.
+SelectionReason ReasonOf(const Layer& layer, const Selection& selection, const PositionPlan& plan,
+                         SelectionReason planned) {
+  switch (plan.path) {
+    case Path::kEmpty:
+      return SelectionReason::kNothingVisible;
+    case Path::kDense:
+      if (layer.config().dense || selection.source == Source::kDense) return SelectionReason::kDense;
+      return plan.visible() <= selection.dense_below_tokens ? SelectionReason::kShort
+                                                            : SelectionReason::kEverythingFits;
+    case Path::kExact:
+      if (selection.source == Source::kExact) return planned;
+      if (selection.source == Source::kQueryCentroids) return SelectionReason::kNoIndex;
+      return layer.raw() ? SelectionReason::kNotCoded : SelectionReason::kAllAreCandidates;
+    default:
+      return planned;
+  }
+}
+
 // The positions of a plan whose settings stand, and the checks of what they may answer.
 absl::Status PlanPositions(const Layer& layer, const Policing& policing, const Query& query, QueryPlan& plan) {
   Selection used;
@@ -194,6 +214,7 @@ absl::Status PlanPositions(const Layer& layer, const Policing& policing, const Q
   }
   plan.used = std::move(used);
   const PositionPlan& last = plan.positions.back();
+  plan.reason = ReasonOf(layer, plan.used, last, plan.reason);
   if (last.path == Path::kSketch) plan.used.candidate_tokens = std::min(plan.used.candidate_tokens, last.visible());
   CTKVR_RETURN_IF_ERROR(CheckAfterIndex(layer, query, plan));
   CTKVR_RETURN_IF_ERROR(CheckSlotTable(layer, query, plan));
@@ -203,7 +224,7 @@ absl::Status PlanPositions(const Layer& layer, const Policing& policing, const Q
 }  // namespace
 
 absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query,
-                                    const PolicyInputs& inputs) {
+                                    const PlanState& state) {
   CTKVR_RETURN_IF_ERROR(CheckShapes(layer, query));
   CTKVR_RETURN_IF_ERROR(CheckAnswerForm(query));
   CTKVR_RETURN_IF_ERROR(CheckRemainder(layer, query));
@@ -211,13 +232,20 @@ absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& ses
   QueryPlan plan;
   plan.used = Resolve(config.selection, query.selection);
   CTKVR_RETURN_IF_ERROR(ValidateSelection(plan.used, config, session.first_planes));
+  PlannedSelection planned = PlanSelection(plan.used, {.length = layer.length(),
+                                                       .key_planes = KeyPlanes(config.format),
+                                                       .cluster_source = std::nullopt,
+                                                       .load = std::max(0.0, -state.policies.load_delta),
+                                                       .strength = state.strength});
+  plan.used = std::move(planned.selection);
+  plan.reason = planned.reason;
   const bool per_head = plan.used.reduction == Reduction::kPerHead;
   plan.sets = per_head ? config.q_heads : config.kv_heads;
   plan.set_heads = per_head ? 1 : config.group_heads();
   const bool has_live = layer.index() != nullptr && layer.index()->live() != nullptr;
   if (has_live) plan.used.probes = std::min(plan.used.probes, layer.index()->centroid_count());
   const QueryPlan draft = plan;
-  const absl::Status status = PlanPositions(layer, {session.policies, inputs}, query, plan);
+  const absl::Status status = PlanPositions(layer, {session.policies, state.policies}, query, plan);
   if (status.ok()) return plan;
   if (!session.policies.moves_k()) return status;
   plan = draft;

@@ -41,11 +41,18 @@ struct PositionPlan {
   uint32_t visible() const { return end - begin; }
 };
 
+// What a plan depends on beside its layer; PlannerFacts says of what strength.
+struct PlanState {
+  PolicyInputs policies;
+  uint32_t strength = 0;
+};
+
 struct QueryPlan {
   Selection used;
-  std::vector<PositionPlan> positions;  // [P]
-  uint32_t sets = 0;                    // G: sets a position
-  uint32_t set_heads = 0;               // R: query heads a set
+  SelectionReason reason = SelectionReason::kAsked;  // of the last position
+  std::vector<PositionPlan> positions;               // [P]
+  uint32_t sets = 0;                                 // G: sets a position
+  uint32_t set_heads = 0;                            // R: query heads a set
 };
 
 // INVALID_ARGUMENT: shapes, settings. OUT_OF_RANGE (BEFORE_INDEX): see Cache.Retrieve. FAILED_PRECONDITION: new rows
@@ -53,7 +60,7 @@ struct QueryPlan {
 // limits::kReplyBytesMax. REQUIRES: elements were checked.
 // Policies that would make an answer too large for its slots or its reply give way to the plain settings.
 absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& session, const Query& query,
-                                    const PolicyInputs& inputs = {});
+                                    const PlanState& state = {});
 
 absl::Status CacheTooSmallError(uint32_t cache_slots, uint64_t needed);
 

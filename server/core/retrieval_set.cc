@@ -372,6 +372,19 @@ uint64_t ChoosingBytes(const RetrievalSet& set) {
 
 }  // namespace
 
+void AddStages(const RetrievalSet& set, Explanation& explanation) {
+  const PositionPlan& plan = *set.plan;
+  uint64_t scanned = plan.visible(), survivors = scanned, candidates = scanned;
+  if (set.is(Path::kSketch)) candidates = plan.scored_max;
+  if (set.is(Path::kSketch) && plan.survivors > 0) survivors = std::min(plan.visible(), plan.survivors + plan.always);
+  if (set.is(Path::kCentroids)) scanned = survivors = candidates = set.merged;
+  explanation.scanned += scanned;
+  explanation.survivors += survivors;
+  explanation.candidates += candidates;
+  explanation.scored += set.scores() ? candidates : 0;
+  explanation.chosen += set.chosen;
+}
+
 uint64_t BytesRead(const RetrievalSet& set) { return ChoosingBytes(set) + RestBytes(set); }
 
 }  // namespace ctkvr

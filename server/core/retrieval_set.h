@@ -109,6 +109,9 @@ PrepareQueriesItem MakePrepare(BatchMemory& memory, const Layer& layer, const He
 float* OutputPlace(PartialAttention& attention, const RetrievalSet& set);
 float* LogSumExpPlace(PartialAttention& attention, const RetrievalSet& set);
 
+// Adds what the set's stages read to the counts of an explanation. REQUIRES: counts have arrived.
+void AddStages(const RetrievalSet& set, Explanation& explanation);
+
 // Bytes of planes, scales, keys, lists, centroids and clusters that were read, whole elements.
 // REQUIRES: counts have arrived.
 uint64_t BytesRead(const RetrievalSet& set);

@@ -352,6 +352,8 @@ class Rounds {
     item.new_tokens = item.new_scores = 0;
     if (!item.status.ok()) return;
     item.answer.bytes_read += BytesRead(set);
+    const bool last = set.position + 1 == item.plan.positions.size();
+    if (last && item.answer.explanation.has_value()) AddStages(set, *item.answer.explanation);
     if (set.overflow == 0) return;
     item.status = OverflowError(item.options().row_format, set.overflow, "chosen rows");
   }
@@ -383,7 +385,9 @@ absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   item.policies = &session.config().policies;
   CTKVR_RETURN_IF_ERROR(session.CheckHealthy());
   CTKVR_ASSIGN_OR_RETURN(item.layer, session.FindLayer(task.query->layer));
-  CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query, task.policy_inputs));
+  const PlanState state{.policies = task.policy_inputs, .strength = session.strength(task.query->layer)};
+  CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query, state));
+  if (item.options().explain) item.answer.explanation = Explanation{.reason = item.plan.reason};
   item.answer.counts.assign(item.plan.positions.size() * item.plan.sets, 0);
   if (task.shadow != nullptr && WorthShadowing(item.plan.positions.back())) item.last_chosen.resize(item.plan.sets);
   if (item.wants_attention()) item.answer.attention = EmptyAttention(item.layer->config(), task.query->positions);
@@ -444,6 +448,7 @@ void Conclude(const RetrievalTask& task, RetrievalItem& item, Stats& stats) {
   stats.bytes_read.fetch_add(answer.bytes_read, std::memory_order_relaxed);
   stats.row_bytes.fetch_add(answer.keys.size() + answer.values.size(), std::memory_order_relaxed);
   task.session->CountRetrievals(item.plan.positions.size());
+  task.session->NoteServed(task.query->layer, answer.source, item.plan.reason);
   if (!item.last_chosen.empty()) OfferShadow(*task.session, item, *task.shadow, stats);
   answer.used = std::move(item.plan.used);
   *task.result = std::move(answer);

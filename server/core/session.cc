@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <tuple>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -115,6 +116,8 @@ void Session::MakeLayers(const std::vector<LayerRequests>& requests, const std::
   }
   maintenance_.resize(requests.size());
   truth_.resize(requests.size());
+  quality_.resize(requests.size());
+  served_.assign(requests.size(), {Source::kDense, SelectionReason::kNothingVisible});
 }
 
 absl::Status Session::Check(const SessionRef& ref) const {
@@ -188,6 +191,17 @@ bool Session::SampleRetrieval(double share) {
   x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
   x ^= x >> 31;
   return static_cast<double>(x >> 11) * 0x1p-53 < share;
+}
+
+bool Session::AddTruth(uint32_t layer, const TruthSample& sample) {
+  truth_[layer].Add(sample);
+  if (config().needle_share_target == 0) return false;
+  uint64_t needles = 0, found = 0;
+  for (const HeadTruth& head : sample.heads) {
+    needles += head.needle;
+    found += head.found;
+  }
+  return quality_[layer].Add(needles, found, config().needle_share_target);
 }
 
 absl::Status Session::RequestMaintenance(const std::vector<uint32_t>& layers) {
@@ -379,7 +393,10 @@ SessionInfo Session::Info() const {
   for (const auto& layer : layers_) {
     LayerInfo& layer_info = info.layers.emplace_back();
     if (layer == nullptr) continue;
-    layer_info.truth = truth_[info.layers.size() - 1].Info();
+    const size_t index = info.layers.size() - 1;
+    layer_info.truth = truth_[index].Info();
+    layer_info.strength = quality_[index].strength();
+    std::tie(layer_info.served, layer_info.reason) = served_[index];
     layer_info.length = layer->length();
     layer_info.codec = layer->Codec(spec_.config.rotation_seed);
     if (layer->clusters() != nullptr) layer_info.clustered_length = layer->clusters()->clustered_length();

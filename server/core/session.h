@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/statusor.h"
@@ -17,6 +18,7 @@
 #include "server/core/batch_memory.h"
 #include "server/core/host_budget.h"
 #include "server/core/layer.h"
+#include "server/core/quality.h"
 #include "server/core/truth.h"
 #include "server/core/types.h"
 
@@ -72,11 +74,15 @@ class Session {
   // Whether this retrieval belongs to the sampled share: depends on the rotation seed and the retrievals before alone.
   bool SampleRetrieval(double share);
   void CountSkippedShadow() { ++shadows_skipped_; }
-  void AddTruth(uint32_t layer, const TruthSample& sample) { truth_[layer].Add(sample); }
+  // Whether the layer takes a step towards the session's needle share.
+  bool AddTruth(uint32_t layer, const TruthSample& sample);
+  // Steps taken so far.
+  uint32_t strength(uint32_t layer) const { return quality_[layer].strength(); }
   // Truncations so far: what saw fewer of them saw other tokens.
   uint64_t truncations() const { return truncations_; }
 
   void CountAppended(uint64_t tokens) { appended_tokens_ += tokens; }
+  void NoteServed(uint32_t layer, Source source, SelectionReason reason) { served_[layer] = {source, reason}; }
   void CountRetrievals(uint64_t positions) { retrievals_ += positions; }
 
   SessionInfo Info() const;        // what only the lane knows left 0: the lease, and whether a shadow is pending
@@ -119,7 +125,9 @@ class Session {
   std::unique_ptr<Build> build_;
   uint64_t appended_tokens_ = 0;
   uint64_t retrievals_ = 0;
-  std::vector<TruthCounts> truth_;  // [layers]
+  std::vector<TruthCounts> truth_;  // [layers], as all below
+  std::vector<QualityControl> quality_;
+  std::vector<std::pair<Source, SelectionReason>> served_;  // of the last retrieval
   uint64_t truncations_ = 0;
   uint64_t sampled_from_ = 0;  // retrievals that SampleRetrieval was asked about
   uint64_t shadows_skipped_ = 0;

@@ -18,9 +18,9 @@
 
 namespace ctkvr {
 
-enum class Source : uint8_t { kDense, kExact, kSketch, kQueryCentroids };
-inline constexpr size_t kSourceCount = 4;
-const char* SourceName(Source source);  // "sketch"
+enum class Source : uint8_t { kDense, kExact, kSketch, kQueryCentroids, kAuto };
+inline constexpr size_t kSourceCount = 4;  // that serve; kAuto becomes one of them
+const char* SourceName(Source source);     // "sketch"
 
 enum class Reduction : uint8_t { kSumSoftmax, kMaxSoftmax, kPerHead };
 
@@ -126,7 +126,8 @@ struct SessionConfig {
   uint64_t rotation_seed = 0;  // 0: drawn by the engine
   uint32_t cache_slots = 0;    // 0: no slot tables
   PolicyConfig policies;
-  bool tags = false;  // Append may bring them
+  bool tags = false;              // Append may bring them
+  float needle_share_target = 0;  // 0: none
 };
 
 // INVALID_ARGUMENT (field, value, limit) unless every number is within limits.h and the settings go together.

@@ -72,7 +72,10 @@ bool ShadowRunner::RunSlice(LaneDevice device, const SessionTable& sessions) {
     Skip(session, ShadowSkip::kError);
   } else if (*last) {
     CountTruth(shadow_->sample(), stats_);
-    session->AddTruth(shadow_->query().layer, shadow_->sample());
+    const uint32_t index = shadow_->query().layer;
+    if (session->AddTruth(index, shadow_->sample())) {
+      stats_.quality_steps[session->strength(index) - 1].fetch_add(1, std::memory_order_relaxed);
+    }
     shadow_.reset();
   }
   const TimePoint end = clock_.Now();

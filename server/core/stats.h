@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "absl/status/status.h"
+#include "server/core/limits.h"
 #include "server/core/types.h"
 
 namespace ctkvr {
@@ -87,6 +88,7 @@ struct Stats {
   std::array<DurationHistogram, kStageCount> stages;
   std::array<TruthStats, kSourceCount> truth;
   std::array<std::atomic<uint64_t>, kShadowSkipCount> shadows_skipped{};
+  std::array<std::atomic<uint64_t>, limits::kStrengthMax> quality_steps{};  // towards a needle share, by step
   // Gauges.
   std::atomic<int64_t> sessions{0};
   std::atomic<int64_t> queued_items{0};

@@ -124,6 +124,8 @@ const char* SourceName(Source source) {
       return "sketch";
     case Source::kQueryCentroids:
       return "query_centroids";
+    case Source::kAuto:
+      return "auto";
   }
   return "?";
 }
@@ -156,6 +158,9 @@ absl::Status ValidateSessionConfig(const SessionConfig& config) {
                                 limits::kLeaseSecondsMax));
   CTKVR_RETURN_IF_ERROR(InRange("cache_slots", config.cache_slots, 0, limits::kCacheSlotsMax));
   CTKVR_RETURN_IF_ERROR(InRange("bytes of fingerprint", config.fingerprint.size(), 0, limits::kFingerprintBytesMax));
+  if (!(config.needle_share_target >= 0 && config.needle_share_target <= 1)) {
+    return FloatError("needle_share_target", config.needle_share_target, "above 0 and at most 1");
+  }
   bool any_present = false;
   for (size_t i = 0; i < config.layers.size(); ++i) {
     if (config.layers[i].absent) continue;

@@ -20,6 +20,7 @@
 #include "kernels/formats.h"
 #include "kernels/ops.h"
 #include "server/core/clock.h"
+#include "server/core/explain.h"
 #include "server/core/session_config.h"
 
 namespace ctkvr {
@@ -74,6 +75,7 @@ struct AnswerOptions {
   uint32_t known_code_generation = 0;
   bool remainder = false;
   DType remainder_dtype = DType::kF32;  // of its output
+  bool explain = false;
 };
 
 struct Query {
@@ -134,6 +136,7 @@ struct Answer {
   std::vector<uint32_t> new_counts;  // [P, G]
   std::string new_slots;
   std::optional<PartialAttention> remainder;  // when asked for
+  std::optional<Explanation> explanation;     // the same
 };
 
 // Append, retrieve, or append then retrieve: one item of a Decode message, and the whole of the unary calls.
@@ -179,6 +182,10 @@ struct LayerInfo {
   uint32_t query_centroids = 0;
   uint32_t clustered_length = 0;
   TruthInfo truth;
+  uint32_t strength = 0;  // steps taken for the quality target
+  // Of the last retrieval.
+  Source served = Source::kDense;
+  SelectionReason reason = SelectionReason::kNothingVisible;
   RowCodec codec;
 };
 

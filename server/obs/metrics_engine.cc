@@ -2,6 +2,7 @@
 
 #include <array>
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "prometheus/metric_family.h"
@@ -119,6 +120,11 @@ void AddTruth(const Stats& stats, Page& page) {
     for (size_t i = 0; i < kSourceCount; ++i) {
       page.CounterSeries({{"source", SourceName(static_cast<Source>(i))}}, family.read(stats.truth[i]));
     }
+  }
+  page.Open("ctkvr_quality_steps_total", "Layers moved to stronger settings for a needle share, by step.",
+            MetricType::Counter);
+  for (size_t i = 0; i < stats.quality_steps.size(); ++i) {
+    page.CounterSeries({{"step", std::to_string(i + 1)}}, static_cast<double>(stats.quality_steps[i].load()));
   }
   page.Open("ctkvr_shadows_skipped_total", "Sampled retrievals that were not repeated, by why.", MetricType::Counter);
   for (size_t i = 0; i < kShadowSkipCount; ++i) {

@@ -258,6 +258,7 @@ absl::StatusOr<AnswerOptions> DecodeAnswerOptions(const v1::AnswerOptions& messa
   if (message.row_format() == v1::ROW_FORMAT_F16) options.remainder_dtype = DType::kF16;
   if (message.row_format() == v1::ROW_FORMAT_BF16) options.remainder_dtype = DType::kBF16;
   options.known_code_generation = message.known_code_generation();
+  options.explain = message.explain();
   return options;
 }
 

@@ -174,6 +174,8 @@ v1::Source EncodeSource(Source source) {
       return v1::SOURCE_SKETCH;
     case Source::kQueryCentroids:
       return v1::SOURCE_QUERY_CENTROIDS;
+    case Source::kAuto:
+      return v1::SOURCE_AUTO;
   }
   return v1::SOURCE_UNSPECIFIED;
 }
@@ -253,11 +255,30 @@ void EncodeSessionOptions(const SessionConfig& config, v1::SessionOptions* optio
   options->set_cache_slots(config.cache_slots);
   EncodePolicies(config.policies, options->mutable_policies());
   options->set_tags(config.tags);
+  if (config.needle_share_target > 0) {
+    options->mutable_policies()->set_needle_share_target(config.needle_share_target);
+  }
   options->set_value_tier(v1::VALUE_TIER_DEVICE);
   options->set_admission(v1::ADMISSION_AT_OPEN);
 }
 
 namespace {
+
+// The proto's numbers are ours and 1: 0 is unspecified there.
+v1::SelectionReason EncodeReason(SelectionReason reason) {
+  static_assert(static_cast<int>(SelectionReason::kQuality) + 1 == v1::SELECTION_REASON_QUALITY);
+  static_assert(kSelectionReasonCount == v1::SelectionReason_MAX);
+  return static_cast<v1::SelectionReason>(static_cast<int>(reason) + 1);
+}
+
+void EncodeExplanation(const Explanation& explanation, v1::Explanation* message) {
+  message->set_reason(EncodeReason(explanation.reason));
+  message->set_scanned(explanation.scanned);
+  message->set_survivors(explanation.survivors);
+  message->set_candidates(explanation.candidates);
+  message->set_scored(explanation.scored);
+  message->set_chosen(explanation.chosen);
+}
 
 void EncodeTruth(const TruthInfo& truth, v1::Truth* message) {
   message->set_samples(truth.samples);
@@ -317,6 +338,9 @@ void EncodeSessionInfo(const SessionInfo& info, v1::SessionInfo* message) {
     EncodeSelection(config.selection, out->mutable_selection());
     EncodeSoftmax(config.softmax, out->mutable_softmax());
     EncodeTruth(layer.truth, out->mutable_truth());
+    out->set_strength(layer.strength);
+    out->set_served(EncodeSource(layer.served));
+    out->set_reason(EncodeReason(layer.reason));
     const uint64_t pairs = uint64_t{layer.length} * config.kv_heads;
     row_pairs += pairs;
     f32_bytes += pairs * (config.head_dim + config.value_dim) * sizeof(float);
@@ -379,6 +403,7 @@ void EncodeAnswer(Answer answer, uint32_t head_dim, v1::Answer* message) {
     EncodeAttention(*std::move(answer.remainder), message->mutable_remainder_output(),
                     message->mutable_remainder_log_sum_exp());
   }
+  if (answer.explanation.has_value()) EncodeExplanation(*answer.explanation, message->mutable_explanation());
 }
 
 absl::Status EncodeRetrieve(const v1::RetrieveRequest& request, const RetrieveSteps& steps,
@@ -450,6 +475,7 @@ void EncodeServerInfo(const Engine& engine, const std::string& version, v1::GetS
   EncodeLimits(engine.options(), reply->mutable_limits());
   for (Format format : kAllFormats) reply->add_formats(EncodeFormat(format));
   for (size_t i = 0; i < kSourceCount; ++i) reply->add_sources(EncodeSource(static_cast<Source>(i)));
+  reply->add_sources(v1::SOURCE_AUTO);
   const EngineMemory memory = engine.memory();
   reply->set_lanes(engine.options().lanes);
   reply->set_arena_bytes(memory.arena_bytes);

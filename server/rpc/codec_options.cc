@@ -56,9 +56,10 @@ absl::StatusOr<std::optional<Source>> DecodeSource(v1::Source source, const Fiel
       return std::optional(Source::kSketch);
     case v1::SOURCE_QUERY_CENTROIDS:
       return std::optional(Source::kQueryCentroids);
+    case v1::SOURCE_AUTO:
+      return std::optional(Source::kAuto);
     case v1::SOURCE_KEY_CENTROIDS:
     case v1::SOURCE_KEY_CENTROIDS_SKETCH:
-    case v1::SOURCE_AUTO:
       return NotServed(FieldPath(field, v1::Source_Name(source).c_str()));
     default:
       return UnknownEnum(field, source, v1::Source_MAX);
@@ -147,7 +148,6 @@ absl::Status MergeQueryCentroids(const CentroidSets& sets, const FieldPath& wher
 
 absl::Status CheckServed(const v1::SessionOptions& options) {
   if (!options.model_centroids().empty()) return NotServed("options.model_centroids");
-  if (options.policies().has_needle_share_target()) return NotServed("options.policies.needle_share_target");
   if (options.value_tier() == v1::VALUE_TIER_HOST) return NotServed("options.value_tier VALUE_TIER_HOST");
   if (!v1::ValueTier_IsValid(options.value_tier())) {
     return UnknownEnum("options.value_tier", options.value_tier(), v1::ValueTier_MAX);
@@ -305,6 +305,10 @@ absl::StatusOr<SessionConfig> DecodeSessionOptions(const v1::SessionOptions& opt
   config.cache_slots = options.cache_slots();
   CTKVR_ASSIGN_OR_RETURN(config.policies, DecodePolicies(options.policies()));
   config.tags = options.tags();
+  if (options.policies().has_needle_share_target()) {
+    config.needle_share_target = options.policies().needle_share_target();
+    CTKVR_RETURN_IF_ERROR(AboveZero(config.needle_share_target, "options.policies.needle_share_target"));
+  }
   return config;
 }
 

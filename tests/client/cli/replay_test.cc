@@ -177,6 +177,32 @@ TEST_F(ReplayTest, TheServersOwnFiguresAreThoseOfTheTrace) {
   EXPECT_THAT(Run(*trace, flags), StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("repeated nothing")));
 }
 
+TEST_F(ReplayTest, ATargetTurnsAWeakSettingIntoOneThatFindsTheNeedles) {
+  const auto trace = LoadTrace(CTKVR_TRACE);
+  ASSERT_THAT(trace, IsOk());
+  testing::TestServerOptions options;
+  options.engine.truth_share = 1;
+  options.engine.truth_budget = 1;
+  testing::TestServer server(options);
+  const auto client = client::Client::Connect({.address = server.address()});
+  ASSERT_THAT(client, IsOk());
+  ReplayFlags flags;
+  flags.online = true;
+  flags.hold_decoded = true;
+  flags.selection.source = "query_centroids";
+  flags.every = 2;
+  const auto weak = Replay(**client, *trace, flags, &progress_);
+  ASSERT_THAT(weak, IsOk());
+  EXPECT_LT(*weak->metrics.needle_share(), 0.75);
+  flags.selection.needle_share_target = 0.99f;
+  const auto held = Replay(**client, *trace, flags, &progress_);
+  ASSERT_THAT(held, IsOk());
+  // The look-ups that were missed on the way stay missed.
+  EXPECT_GT(*held->metrics.needle_share(), *weak->metrics.needle_share());
+  EXPECT_GE(held->strength, 3u) << "at least the sketch";
+  EXPECT_EQ(held->source, held->strength == 3 ? v1::SOURCE_SKETCH : v1::SOURCE_EXACT);
+}
+
 TEST_F(ReplayTest, AttentionIsTimedAndNotCompared) {
   ReplayFlags flags;
   flags.selection.answer = "attention";

@@ -83,7 +83,7 @@ TEST_F(SelectionFlagsTest, EveryNameOffersAValue) {
     EXPECT_NE(MakeSessionOptions(flags_).format(), v1::FORMAT_UNSPECIFIED) << format;
     EXPECT_EQ(ShortName(MakeSessionOptions(flags_).format()), format);
   }
-  for (const char* source : {"dense", "exact", "sketch", "query_centroids"}) {
+  for (const char* source : {"auto", "dense", "exact", "sketch", "query_centroids"}) {
     flags_.source = source;
     EXPECT_EQ(ShortName(MakeSessionOptions(flags_).selection().source()), source);
   }

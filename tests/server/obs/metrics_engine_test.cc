@@ -96,6 +96,7 @@ INSTANTIATE_TEST_SUITE_P(
              [](Stats& s, ServerSample&) { s.truth[3].mass = 0.5; }, 0.5},
         Case{"ctkvr_truth_output_error_total{source=\"sketch\"}",
              [](Stats& s, ServerSample&) { s.truth[2].output_error = 0.25; }, 0.25},
+        Case{"ctkvr_quality_steps_total{step=\"4\"}", [](Stats& s, ServerSample&) { s.quality_steps[3] = 39; }, 39},
         Case{"ctkvr_shadows_skipped_total{reason=\"busy\"}", [](Stats& s, ServerSample&) { s.shadows_skipped[0] = 37; },
              37},
         Case{"ctkvr_shadows_skipped_total{reason=\"error\"}",

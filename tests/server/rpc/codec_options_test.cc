@@ -354,7 +354,6 @@ INSTANTIATE_TEST_SUITE_P(
               "SOURCE_KEY_CENTROIDS"},
         Break{"KeyCentroidsSketch", [](auto& o) { o.mutable_selection()->set_source(v1::SOURCE_KEY_CENTROIDS_SKETCH); },
               kNotServed, "SOURCE_KEY_CENTROIDS_SKETCH"},
-        Break{"Auto", [](auto& o) { o.mutable_selection()->set_source(v1::SOURCE_AUTO); }, kNotServed, "SOURCE_AUTO"},
         Break{"Strided",
               [](auto& o) { o.add_query_centroids()->set_placement(v1::QueryCentroidOptions::PLACEMENT_STRIDED); },
               kNotServed, "PLACEMENT_STRIDED"},
@@ -370,8 +369,8 @@ INSTANTIATE_TEST_SUITE_P(
         Break{"ModelCentroids", [](auto& o) { o.set_model_centroids("x"); }, kNotServed, "options.model_centroids"},
         Break{"Host", [](auto& o) { o.set_value_tier(v1::VALUE_TIER_HOST); }, kNotServed, "VALUE_TIER_HOST"},
         Break{"Grow", [](auto& o) { o.set_admission(v1::ADMISSION_GROW); }, kNotServed, "ADMISSION_GROW"},
-        Break{"NeedleShare", [](auto& o) { o.mutable_policies()->set_needle_share_target(1); }, kNotServed,
-              "needle_share_target"}),
+        Break{"NeedleShare", [](auto& o) { o.mutable_policies()->set_needle_share_target(0); }, kInvalid,
+              "needle_share_target is 0"}),
     [](const auto& instance) { return instance.param.name; });
 
 TEST(DecodeSessionOptionsTest, PoliciesThatAskForNothingAreFine) {
@@ -415,6 +414,7 @@ void ExpectReopensEqual(const SessionConfig& config) {
   EXPECT_EQ(again->fingerprint, config.fingerprint);
   EXPECT_EQ(again->rotation_seed, config.rotation_seed);
   EXPECT_EQ(again->cache_slots, config.cache_slots);
+  EXPECT_EQ(again->needle_share_target, config.needle_share_target);
 }
 
 LayerConfig RandomLayer(std::mt19937_64& random) {
@@ -427,7 +427,7 @@ LayerConfig RandomLayer(std::mt19937_64& random) {
   layer.head_dim = coin() ? 64 : 128;
   layer.value_dim = coin() ? 64 : 32;
   layer.format = kAllFormats[random() % 6];
-  layer.selection.source = static_cast<Source>(random() % kSourceCount);
+  layer.selection.source = static_cast<Source>(random() % (kSourceCount + 1));  // auto is the last
   layer.selection.k_tokens = coin() ? 1 : 256;
   if (coin()) layer.selection.min_score = 0.0f;
   layer.selection.reduction = static_cast<Reduction>(random() % 3);
@@ -454,6 +454,7 @@ TEST(EncodeSessionOptionsTest, RandomSessionsReopenEqual) {
     config.fingerprint = std::string("\0\xff", 2);
     config.rotation_seed = random();
     config.cache_slots = static_cast<uint32_t>(random() % 3000);
+    config.needle_share_target = random() % 2 == 0 ? 0 : 0.75f;
     ExpectReopensEqual(config);
     if (::testing::Test::HasFailure()) return;
   }
