@@ -167,6 +167,7 @@ absl::StatusOr<Config> MakeConfig(const Values& values) {
   config.log.access = values.access_log;
   config.drain = std::chrono::seconds(values.drain_seconds);
   config.ready_file = values.ready_file;
+  config.record = {.directory = values.record, .bytes_max = values.record_bytes};
   return config;
 }
 

@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "server/core/engine.h"
 #include "server/obs/logging.h"
+#include "server/obs/recorder.h"
 #include "server/settings.h"
 
 namespace ctkvr {
@@ -36,7 +37,8 @@ struct Config {
   EngineOptions engine;  // resolved: lanes and arena_bytes are never 0
   obs::LogOptions log;
   std::chrono::seconds drain{25};
-  std::string ready_file;  // empty: none
+  std::string ready_file;         // empty: none
+  obs::Recorder::Options record;  // directory empty: nothing is recorded
 };
 
 // What the command line asks for.

@@ -45,7 +45,15 @@ int Serve(const Config& config, const StopSignals& stop) {
   auto backend = CreateBackend(config.backend);
   if (!backend.ok()) return Refuse(log, backend.status());
   RealClock clock;
-  auto engine = Engine::Create(config.engine, **backend, clock);
+  EngineOptions engine_options = config.engine;
+  std::unique_ptr<obs::Recorder> recorder;  // written out after the engine has ended
+  if (!config.record.directory.empty()) {
+    auto created = obs::Recorder::Create(config.record, log);
+    if (!created.ok()) return Refuse(log, created.status());
+    recorder = *std::move(created);
+    engine_options.observer = recorder.get();
+  }
+  auto engine = Engine::Create(engine_options, **backend, clock);
   if (!engine.ok()) return Refuse(log, engine.status());
   obs::Metrics metrics((*engine)->stats(), [&] { return rpc::SampleEngine(**engine); },
                        rpc::EngineFacts(**engine, kVersion));

@@ -159,6 +159,20 @@ std::vector<Setting> TruthSettings() {
        .default_text = "0.02",
        .field = &Values::truth_budget,
        .help = "Share of a lane's time that those repeats may take; above 0."},
+      {.name = "record",
+       .unit = "path",
+       .default_text = "",
+       .field = &Values::record,
+       .help = "Directory for records of the sessions that ask to be recorded: their keys, values and queries in the "
+               "clear. Empty: such sessions are refused."},
+      {.name = "record_bytes",
+       .unit = kSizeUnit,
+       .default_text = "1GiB",
+       .field = &Values::record_bytes,
+       .is_size = true,
+       .least = kMebi,
+       .most = Setting::kUsableMemory,
+       .help = "Memory that records may take until their sessions end; what is over it is left out."},
   };
 }
 

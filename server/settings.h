@@ -47,6 +47,8 @@ struct Values {
   uint64_t sessions_max = 0;
   double truth_share = 0;
   double truth_budget = 0;
+  std::string record;
+  uint64_t record_bytes = 0;
   std::string log_level;
   std::string log_format;
   bool access_log = false;

@@ -175,6 +175,7 @@ void AddReplay(CLI::App& app, Flags* flags) {
   replay->add_flag("--online", flags->replay.online,
                    "Compare with the figures of the server, which repeats every sampled retrieval exactly; exit with 1 "
                    "when they differ by more than 0.01. Wants a server with --truth_share 1 --truth_budget 1");
+  replay->add_flag("--record", flags->replay.record, "Ask the server (ctkvrd --record DIR) to record the session");
   replay->add_option("--min-needle-share", flags->min_needle_share, "Exit with 1 when the needle share is lower")
       ->check(CLI::Range(0.0, 1.0));
 }

@@ -31,6 +31,7 @@ v1::SessionOptions OptionsOf(const Trace& trace, const ReplayFlags& flags, uint3
   geometry->set_dtype(v1::DTYPE_F16);
   options.mutable_softmax()->set_softmax_scale(trace.scale);
   options.set_token_limit(token_limit);
+  options.set_record(flags.record);
   return options;
 }
 

@@ -31,6 +31,7 @@ struct ReplayFlags {
   bool verify_exact = false;
   // Let the server repeat every retrieval it samples before the next, and compare its figures with those of the trace.
   bool online = false;
+  bool record = false;  // ask the server to record the session
 };
 
 struct ReplayResult {

@@ -182,6 +182,9 @@ void Engine::Open(std::string id, SessionConfig config, CallContext context, Cal
     return done(absl::InvalidArgumentError(absl::StrCat("needle_share_target is ", config.needle_share_target,
                                                         "; it needs online truth, and truth_share is 0")));
   }
+  if (config.record && impl_->options.observer == nullptr) {
+    return done(absl::FailedPreconditionError("record is set; the server was started without --record"));
+  }
   if (config.rotation_seed == 0) config.rotation_seed = impl_->numbers.Next();
   const uint64_t planned_bytes = Session::PlannedBytes(config);
   absl::StatusOr<HostBudget::Grant> host_memory =
@@ -197,7 +200,8 @@ void Engine::Open(std::string id, SessionConfig config, CallContext context, Cal
             .work = OpenTask{.spec = {.id = id,
                                       .epoch = impl_->numbers.Next(),
                                       .config = std::move(config),
-                                      .host_memory = *std::move(host_memory)},
+                                      .host_memory = *std::move(host_memory),
+                                      .observer = impl_->options.observer},
                              .planned_bytes = planned_bytes,
                              .done = std::move(done)}};
   if (const absl::Status status = impl_->lanes[lane]->Post(task); !status.ok()) {

@@ -30,6 +30,8 @@
 
 namespace ctkvr {
 
+class SessionObserver;  // observer.h
+
 struct EngineOptions {
   uint32_t lanes = 1;                        // threads that own sessions
   size_t arena_bytes = size_t{1} << 30;      // for all sessions
@@ -40,6 +42,9 @@ struct EngineOptions {
   // of a lane's time that this may take. One at a time a lane; what comes meanwhile is left out and counted.
   double truth_share = 0;
   double truth_budget = 0.02;
+  // Told of the sessions that ask for it (SessionConfig.record); null: such sessions are refused. Must outlive the
+  // engine.
+  SessionObserver* observer = nullptr;
   bool threads = true;  // false: tests drive lanes by RunLane
 };
 
@@ -57,7 +62,8 @@ class Engine {
   static absl::StatusOr<std::unique_ptr<Engine>> Create(const EngineOptions& options, Backend& backend, Clock& clock);
   ~Engine();  // drains at once
 
-  // `id` empty: the engine names it. ALREADY_EXISTS; RESOURCE_EXHAUSTED (ARENA_FULL, HOST_MEMORY_FULL, SESSION_LIMIT);
+  // `id` empty: the engine names it. FAILED_PRECONDITION: it wants to be recorded, and there is no observer.
+  // ALREADY_EXISTS; RESOURCE_EXHAUSTED (ARENA_FULL, HOST_MEMORY_FULL, SESSION_LIMIT);
   // INVALID_ARGUMENT.
   void Open(std::string id, SessionConfig config, CallContext context, Callback<SessionInfo> done);
 

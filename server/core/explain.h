@@ -25,6 +25,7 @@ enum class SelectionReason : uint8_t {
   kQuality
 };
 inline constexpr size_t kSelectionReasonCount = 12;
+const char* SelectionReasonName(SelectionReason reason);  // "asked"
 
 // Tokens of the last position, summed over its sets.
 struct Explanation {

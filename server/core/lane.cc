@@ -10,6 +10,7 @@
 #include "kernels/base/status_macros.h"
 #include "server/core/context.h"
 #include "server/core/error.h"
+#include "server/core/observer.h"
 
 namespace ctkvr {
 namespace {
@@ -243,6 +244,7 @@ void Lane::Run(OpenTask& task) {
   }
   const TimePoint now = shared_.clock.Now();
   const Session& opened = **session;
+  if (opened.observer() != nullptr) opened.observer()->Opened(id, opened.epoch(), opened.config());
   table_.Insert(*std::move(session), now);
   shared_.stats.sessions_opened.fetch_add(1, std::memory_order_relaxed);
   shared_.stats.sessions.fetch_add(1, std::memory_order_relaxed);
@@ -258,6 +260,8 @@ void Lane::Run(const Queued& queued, TruncateTask& task) {
   const int64_t layers_before = (*session)->layers_held();
   absl::StatusOr<TruncateResult> result = (*session)->Truncate(device(), task.length);
   NoteDeviceError(shared_.stats, result.status());
+  SessionObserver* const observer = (*session)->observer();
+  if (result.ok() && observer != nullptr) observer->Truncated((*session)->epoch(), task.length);
   if (result.ok()) {
     int64_t removed = 0;
     for (uint32_t tokens : result->removed_tokens) removed += tokens;
@@ -311,6 +315,7 @@ void Lane::EndSession(std::unique_ptr<Session> session, SessionEnd end, const ch
   const uint64_t planned_bytes = Session::PlannedBytes(session->config());
   const auto tokens = static_cast<int64_t>(session->tokens_held());
   const auto layers = static_cast<int64_t>(session->layers_held());
+  if (session->observer() != nullptr) session->observer()->Ended(session->epoch());
   session.reset();  // memory first: who hears or counts that the session is gone may open another
   SubtractPlannedBytes(planned_bytes);
   Stats& stats = shared_.stats;

@@ -18,6 +18,8 @@
 
 namespace ctkvr {
 
+class SessionObserver;
+
 // Chosen tokens of each set of one position, ascending.
 using ChosenTokens = std::vector<std::vector<uint32_t>>;
 
@@ -35,8 +37,10 @@ struct RetrievalItem {
   size_t filled_scores = 0;
   size_t new_tokens = 0;
   size_t new_scores = 0;
-  bool placing = false;      // the layer's slot table has begun this answer
-  ChosenTokens last_chosen;  // [sets] of the last position, where somebody wants them; else empty
+  bool placing = false;                 // the layer's slot table has begun this answer
+  bool shadows = false;                 // it leaves what an exact repeat needs
+  SessionObserver* observer = nullptr;  // who is told; null: nobody
+  ChosenTokens last_chosen;             // [sets] of the last position, where somebody wants them; else empty
 
   const AnswerOptions& options() const { return query->answer; }
   // What the answer carries.

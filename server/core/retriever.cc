@@ -16,6 +16,7 @@
 #include "kernels/base/status_macros.h"
 #include "server/core/context.h"
 #include "server/core/error.h"
+#include "server/core/observer.h"
 #include "server/core/retrieval_plan.h"
 #include "server/core/retrieval_set.h"
 
@@ -387,9 +388,12 @@ absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   CTKVR_ASSIGN_OR_RETURN(item.layer, session.FindLayer(task.query->layer));
   const PlanState state{.policies = task.policy_inputs, .strength = session.strength(task.query->layer)};
   CTKVR_ASSIGN_OR_RETURN(item.plan, PlanQuery(*item.layer, session.config(), *task.query, state));
-  if (item.options().explain) item.answer.explanation = Explanation{.reason = item.plan.reason};
+  if (item.options().explain || session.observer() != nullptr)
+    item.answer.explanation = Explanation{.reason = item.plan.reason};
   item.answer.counts.assign(item.plan.positions.size() * item.plan.sets, 0);
-  if (task.shadow != nullptr && WorthShadowing(item.plan.positions.back())) item.last_chosen.resize(item.plan.sets);
+  item.shadows = task.shadow != nullptr && WorthShadowing(item.plan.positions.back());
+  item.observer = session.observer();
+  if (item.shadows || item.observer != nullptr) item.last_chosen.resize(item.plan.sets);
   if (item.wants_attention()) item.answer.attention = EmptyAttention(item.layer->config(), task.query->positions);
   if (item.wants_new_rows()) item.answer.new_counts = item.answer.counts;
   if (item.options().remainder) item.answer.remainder = EmptyAttention(item.layer->config(), task.query->positions);
@@ -449,8 +453,12 @@ void Conclude(const RetrievalTask& task, RetrievalItem& item, Stats& stats) {
   stats.row_bytes.fetch_add(answer.keys.size() + answer.values.size(), std::memory_order_relaxed);
   task.session->CountRetrievals(item.plan.positions.size());
   task.session->NoteServed(task.query->layer, answer.source, item.plan.reason);
-  if (!item.last_chosen.empty()) OfferShadow(*task.session, item, *task.shadow, stats);
-  answer.used = std::move(item.plan.used);
+  answer.used = item.plan.used;
+  if (item.observer != nullptr) {
+    item.observer->Answered(answer.epoch, *item.query, answer, item.last_chosen);
+    if (!options.explain) answer.explanation.reset();
+  }
+  if (item.shadows) OfferShadow(*task.session, item, *task.shadow, stats);
   *task.result = std::move(answer);
 }
 

@@ -24,12 +24,15 @@
 
 namespace ctkvr {
 
+class SessionObserver;
+
 // What OpenSession asks for, numbers drawn: config.rotation_seed is not 0.
 struct SessionSpec {
   std::string id;
   uint64_t epoch = 0;
   SessionConfig config;
   HostBudget::Grant host_memory;  // of slot tables and tags
+  SessionObserver* observer = nullptr;
 };
 
 class Session {
@@ -53,6 +56,8 @@ class Session {
   const std::string& id() const { return spec_.id; }
   uint64_t epoch() const { return spec_.epoch; }
   const SessionConfig& config() const { return spec_.config; }
+  // Who is told of what it does; null: nobody.
+  SessionObserver* observer() const { return spec_.config.record ? spec_.observer : nullptr; }
   // OUT_OF_RANGE: no such layer, or an absent one.
   absl::StatusOr<Layer*> FindLayer(uint32_t layer);
 

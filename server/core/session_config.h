@@ -128,6 +128,7 @@ struct SessionConfig {
   PolicyConfig policies;
   bool tags = false;              // Append may bring them
   float needle_share_target = 0;  // 0: none
+  bool record = false;            // tell EngineOptions.observer
 };
 
 // INVALID_ARGUMENT (field, value, limit) unless every number is within limits.h and the settings go together.

@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "server/core/observer.h"
+
 namespace ctkvr {
 
 StepRunner::StepRunner(LaneDevice device, const Clock& clock, Stats& stats, Hooks hooks)
@@ -57,7 +59,10 @@ void StepRunner::RunPendingAppends() {
   RunAppends(device_, stats_, appends_);
   stats_.stages[static_cast<size_t>(Stage::kAppend)].Observe(clock_.Now() - start);
   for (const AppendTask& task : appends_) {
-    if (task.result->ok()) hooks_.appended(*task.session);
+    if (!task.result->ok()) continue;
+    hooks_.appended(*task.session);
+    SessionObserver* const observer = task.session->observer();
+    if (observer != nullptr && !(*task.result)->repeated) observer->Appended(task.session->epoch(), *task.chunk);
   }
   appends_.clear();
   appended_keys_.clear();

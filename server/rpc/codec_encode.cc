@@ -255,6 +255,7 @@ void EncodeSessionOptions(const SessionConfig& config, v1::SessionOptions* optio
   options->set_cache_slots(config.cache_slots);
   EncodePolicies(config.policies, options->mutable_policies());
   options->set_tags(config.tags);
+  options->set_record(config.record);
   if (config.needle_share_target > 0) {
     options->mutable_policies()->set_needle_share_target(config.needle_share_target);
   }

@@ -305,6 +305,7 @@ absl::StatusOr<SessionConfig> DecodeSessionOptions(const v1::SessionOptions& opt
   config.cache_slots = options.cache_slots();
   CTKVR_ASSIGN_OR_RETURN(config.policies, DecodePolicies(options.policies()));
   config.tags = options.tags();
+  config.record = options.record();
   if (options.policies().has_needle_share_target()) {
     config.needle_share_target = options.policies().needle_share_target();
     CTKVR_RETURN_IF_ERROR(AboveZero(config.needle_share_target, "options.policies.needle_share_target"));

@@ -293,6 +293,11 @@ TEST_F(CtkvrdTest, AReadyFileThatCannotBeWrittenEndsWithOne) {
   EXPECT_THAT(process_->text(), HasSubstr("ready_file"));
 }
 
+TEST_F(CtkvrdTest, ADirectoryOfRecordsThatIsNotThereEndsWithTwo) {
+  EXPECT_EQ(Run(Small({"--record=" + folder_ + "/no"})), 2);
+  EXPECT_THAT(process_->text(), HasSubstr("it must be a directory to write to"));
+}
+
 TEST_F(CtkvrdTest, HelpAndVersionEndWell) {
   EXPECT_EQ(Run({"--help"}), 0);
   EXPECT_THAT(process_->text(), AllOf(HasSubstr("--listen_address  (address; default \"127.0.0.1:7420\""),

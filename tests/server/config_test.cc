@@ -66,10 +66,13 @@ TEST_F(ConfigTest, DefaultsServeOnLoopbackWithAllProcessorsAndHalfTheMemory) {
 }
 
 TEST_F(ConfigTest, EveryFlagReachesTheConfiguration) {
-  const Config config = Parse({"--listen_address=127.0.0.2:1", "--metrics_address", "[::1]:2", "--backend=cpu:avx2",
-                               "--lanes=3", "--arena_bytes=64MiB", "--scratch_bytes", "2097152", "--queue_items_max=5",
-                               "--sessions_max=6", "--log_level=error", "--log_format=json", "--noaccess_log",
-                               "--drain_seconds=7", "--ready_file=here", "--truth_share=1", "--truth_budget=0.5"});
+  const Config config =
+      Parse({"--listen_address=127.0.0.2:1", "--metrics_address", "[::1]:2", "--backend=cpu:avx2", "--lanes=3",
+             "--arena_bytes=64MiB", "--scratch_bytes", "2097152", "--queue_items_max=5", "--sessions_max=6",
+             "--log_level=error", "--log_format=json", "--noaccess_log", "--drain_seconds=7", "--ready_file=here",
+             "--truth_share=1", "--truth_budget=0.5", "--record=records", "--record_bytes=3MiB"});
+  EXPECT_EQ(config.record.directory, "records");
+  EXPECT_EQ(config.record.bytes_max, uint64_t{3} << 20);
   EXPECT_EQ(config.engine.truth_share, 1);
   EXPECT_EQ(config.engine.truth_budget, 0.5);
   EXPECT_EQ(config.listen_address, "127.0.0.2:1");

@@ -4,8 +4,13 @@
 // brute force over the stored keys in every format and reduction, and the repository's trace keeps its needles.
 #include "client/cli/replay.h"
 
+#include <algorithm>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
 #include <random>
 
+#include "server/obs/recorder.h"
 #include "tests/testing/random_kv.h"
 #include "tests/testing/status_matchers.h"
 #include "tests/testing/test_server.h"
@@ -201,6 +206,60 @@ TEST_F(ReplayTest, ATargetTurnsAWeakSettingIntoOneThatFindsTheNeedles) {
   EXPECT_GT(*held->metrics.needle_share(), *weak->metrics.needle_share());
   EXPECT_GE(held->strength, 3u) << "at least the sketch";
   EXPECT_EQ(held->source, held->strength == 3 ? v1::SOURCE_SKETCH : v1::SOURCE_EXACT);
+}
+
+// What a recorded session answered, line by line.
+std::string RecordedAnswers(const std::filesystem::path& session) {
+  std::ifstream file(session / "layer00" / "answers.jsonl");
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+TEST_F(ReplayTest, ARecordReplaysToTheSameAnswers) {
+  const auto trace = LoadTrace(CTKVR_TRACE);
+  ASSERT_THAT(trace, IsOk());
+  const std::filesystem::path directory = std::filesystem::path(::testing::TempDir()) / "replay_records";
+  std::filesystem::remove_all(directory);
+  std::filesystem::create_directory(directory);
+  ReplayFlags flags;
+  flags.record = true;
+  flags.steps = 64;
+  flags.selection.answer = "attention";  // what was chosen is known to the record alone
+  std::filesystem::path folder = CTKVR_TRACE, recorded;
+  std::vector<std::string> answers;
+  for (int round = 0; round < 2; ++round) {
+    obs::Log log(obs::LogOptions{.level = obs::LogLevel::kOff});
+    auto recorder = obs::Recorder::Create({.directory = directory.string(), .bytes_max = 64 << 20}, log);
+    ASSERT_THAT(recorder, IsOk());
+    {
+      testing::TestServerOptions options;
+      options.engine.observer = recorder->get();
+      testing::TestServer server(options);
+      const auto client = client::Client::Connect({.address = server.address()});
+      ASSERT_THAT(client, IsOk());
+      const auto replayed = LoadTrace(folder.string());
+      ASSERT_THAT(replayed, IsOk());
+      ASSERT_THAT(Replay(**client, *replayed, flags, &progress_), IsOk());
+    }
+    recorder->reset();
+    for (const auto& entry : std::filesystem::directory_iterator(directory)) {
+      if (entry.path() != recorded) folder = entry.path();
+    }
+    recorded = folder;
+    answers.push_back(RecordedAnswers(folder));
+    folder /= "layer00";
+  }
+  EXPECT_EQ(std::count(answers[0].begin(), answers[0].end(), '\n'), 64);
+  EXPECT_EQ(answers[1], answers[0]);
+  const auto again = LoadTrace(folder.string());
+  ASSERT_THAT(again, IsOk());
+  EXPECT_EQ(again->prompt_tokens, trace->prompt_tokens);
+  EXPECT_EQ(again->query_first_position, trace->query_first_position);
+  EXPECT_EQ(again->tokens, trace->prompt_tokens + 64);
+  EXPECT_TRUE(std::equal(again->keys.begin(), again->keys.end(), trace->keys.begin()));
+  EXPECT_TRUE(std::equal(again->values.begin(), again->values.end(), trace->values.begin()));
+  EXPECT_TRUE(std::equal(again->queries.begin(), again->queries.end(), trace->queries.begin()));
+  EXPECT_THAT(Run(*trace, flags), StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr("without --record")));
+  std::filesystem::remove_all(directory);
 }
 
 TEST_F(ReplayTest, AttentionIsTimedAndNotCompared) {

@@ -414,6 +414,7 @@ void ExpectReopensEqual(const SessionConfig& config) {
   EXPECT_EQ(again->fingerprint, config.fingerprint);
   EXPECT_EQ(again->rotation_seed, config.rotation_seed);
   EXPECT_EQ(again->cache_slots, config.cache_slots);
+  EXPECT_EQ(again->record, config.record);
   EXPECT_EQ(again->needle_share_target, config.needle_share_target);
 }
 
@@ -454,6 +455,7 @@ TEST(EncodeSessionOptionsTest, RandomSessionsReopenEqual) {
     config.fingerprint = std::string("\0\xff", 2);
     config.rotation_seed = random();
     config.cache_slots = static_cast<uint32_t>(random() % 3000);
+    config.record = random() % 2 == 0;
     config.needle_share_target = random() % 2 == 0 ? 0 : 0.75f;
     ExpectReopensEqual(config);
     if (::testing::Test::HasFailure()) return;
