@@ -29,7 +29,7 @@ def kubectl() -> str:
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that answered some retrievals."""
-    server = Server(tmp_path_factory.mktemp("server"))
+    server = Server(tmp_path_factory.mktemp("server"), "--truth_share=1", "--truth_budget=1")
     load(server)
     yield server
     server.stop()

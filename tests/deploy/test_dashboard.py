@@ -50,6 +50,8 @@ def test_the_load_shows(prometheus: Prometheus) -> None:
         "Lanes at work",
         "Tokens appended",
         "Bytes read a retrieval",
+        "Exact repeats",
+        "Needle share",
     ):
         values = [value for name, expression in queries if name == title for value in prometheus.query(expression)]
         assert max(value for value in values if not math.isnan(value)) > 0, title

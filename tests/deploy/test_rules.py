@@ -44,6 +44,12 @@ def gauges(**values: str) -> dict[str, str]:
     return {f"ctkvr_{name}{ME}": text for name, text in values.items()}
 
 
+def needles(found: str, there: str) -> dict[str, str]:
+    """What exact repeats found, of one source."""
+    label = '{job="ctkvr",instance="a",source="sketch"}'
+    return {f"ctkvr_truth_needles_found_total{label}": found, f"ctkvr_truth_needles_total{label}": there}
+
+
 @dataclass
 class Case:
     """Series a minute (or `step`) apart, and whether the alert fires at `at`."""
@@ -149,6 +155,10 @@ CASES = [
             'ctkvr_sessions_ended_total{job="ctkvr",instance="a",end="closed"}': "0+2x200",
         },
     ),
+    Case("CtkvrNeedleShareLow", True, "2h", needles("0+96x130", "0+100x130")),
+    Case("CtkvrNeedleShareLow", False, "2h", needles("0+98x130", "0+100x130")),
+    # Too few to judge by.
+    Case("CtkvrNeedleShareLow", False, "2h", needles("0+1x130", "0+2x130")),
     Case(
         "CtkvrVersionsMixed",
         True,
