@@ -238,8 +238,9 @@ class Rounds {
     const size_t before = answer.slots.size() / sizeof(uint16_t);
     answer.slots.resize((before + set.chosen) * sizeof(uint16_t));
     auto* const slots = At<uint16_t>(answer.slots, before);
-    if (!item.layer->slot_table()->Place(set.set, set.host_tokens, slots, missing_)) {
-      item.status = CacheTooSmallError(item.layer->slot_table()->slots(), item.layer->slot_table()->slots() + 1);
+    SlotTable& table = *item.layer->slot_table();
+    if (!table.Place(set.set, set.host_tokens, set.plan->force_from, slots, missing_)) {
+      item.status = CacheTooSmallError(table.slots(), table.slots() + 1);
       return;
     }
     set.missing = static_cast<uint32_t>(missing_.size());

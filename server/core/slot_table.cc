@@ -2,6 +2,7 @@
 
 #include "server/core/slot_table.h"
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 
@@ -42,7 +43,7 @@ void SlotTable::Begin(const RowKind& kind, uint64_t version) {
   if (++version_ == 0) version_ = 1;  // 0 is a worker with an empty cache
 }
 
-bool SlotTable::Place(uint32_t set_index, std::span<const uint32_t> tokens, uint16_t* slots,
+bool SlotTable::Place(uint32_t set_index, std::span<const uint32_t> tokens, uint32_t window_begin, uint16_t* slots,
                       std::vector<uint32_t>& missing) {
   Set& set = sets_[set_index];
   missing.clear();
@@ -54,7 +55,7 @@ bool SlotTable::Place(uint32_t set_index, std::span<const uint32_t> tokens, uint
       missing.push_back(i);
       continue;
     }
-    Choose(set.slots[slot]);
+    Choose(set.slots[slot], tokens[i] < window_begin);
     Sink(set, set.slots[slot].place);
   }
   taken_.clear();
@@ -107,10 +108,10 @@ void SlotTable::Clear(Set& set) {
   }
 }
 
-// count <- 1 + count * 2^(-age / kHalfLife), in the log domain.
-void SlotTable::Choose(Slot& slot) const {
-  const float lead_now = slot.lead - static_cast<float>(answer_ - slot.answer);
-  slot.lead = kHalfLife * std::log2(1 + std::exp2(lead_now / kHalfLife));
+// count <- 1 + count * 2^(-age / kHalfLife), or at least 1, in the log domain.
+void SlotTable::Choose(Slot& slot, bool counts) const {
+  const float lead = slot.lead - static_cast<float>(answer_ - slot.answer);
+  slot.lead = counts ? kHalfLife * std::log2(1 + std::exp2(lead / kHalfLife)) : std::max(lead, 0.0f);
   slot.answer = answer_;
 }
 

@@ -4,7 +4,7 @@
 // its sets (a KV head; a query head under per_head). The server decides and the worker obeys.
 //
 // The token chosen least often of late leaves first: each choice since a token came counts 2^(-age / kHalfLife), age in
-// answers. Rows that this sends, as a share of the chosen ones (exact top 256, 2,048 slots, 1,024 steps of the
+// answers; being in the window counts once, however long. Rows that this sends, as a share of the chosen ones (exact top 256, 2,048 slots, 1,024 steps of the
 // 8,192-token traces of SmolLM2-135M, means over layers; "best" knows the future):
 //
 //                least recently   half-life 16   32      48      64      best
@@ -58,9 +58,11 @@ class SlotTable {
   void Begin(const RowKind& kind, uint64_t version);
 
   // Finds or makes places for one position's chosen tokens, ascending. slots [tokens]; `missing` gets the indices of
-  // tokens whose rows the worker lacks, ascending. False when the tokens placed since Begin need more slots than there
+  // tokens whose rows the worker lacks, ascending. Tokens at and after `window_begin` are chosen whatever the query.
+  // False when the tokens placed since Begin need more slots than there
   // are, and the tables are empty then.
-  bool Place(uint32_t set, std::span<const uint32_t> tokens, uint16_t* slots, std::vector<uint32_t>& missing);
+  bool Place(uint32_t set, std::span<const uint32_t> tokens, uint32_t window_begin, uint16_t* slots,
+             std::vector<uint32_t>& missing);
 
   // Positions at and after `length` are gone.
   void Truncate(uint32_t length);
@@ -87,7 +89,7 @@ class SlotTable {
   };
 
   void Clear(Set& set);
-  void Choose(Slot& slot) const;
+  void Choose(Slot& slot, bool counts) const;
   // Slots to leave first come up, to the top of the heap.
   static bool Before(const Set& set, uint16_t slot, uint16_t other);
   static void Put(Set& set, uint32_t place, uint16_t slot);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Slot tables against a plain model: every choice of a token remembered and weighed anew, and a worker that obeys.
+// Slot tables against a plain model: counts that decay at every answer, and a worker that obeys.
 
 #include "server/core/slot_table.h"
 
@@ -27,9 +27,11 @@ struct Placed {
   std::vector<uint32_t> missing;
 };
 
-Placed Place(SlotTable& table, uint32_t set, const std::vector<uint32_t>& tokens) {
-  Placed placed{.slots = std::vector<uint16_t>(tokens.size())};
-  placed.ok = table.Place(set, tokens, placed.slots.data(), placed.missing);
+constexpr uint32_t kNoWindow = 0xffffffff;
+
+Placed Place(SlotTable& table, uint32_t set, const std::vector<uint32_t>& tokens, uint32_t window_begin = kNoWindow) {
+  Placed placed{.slots = std::vector<uint16_t>(tokens.size()), .missing = {}};
+  placed.ok = table.Place(set, tokens, window_begin, placed.slots.data(), placed.missing);
   return placed;
 }
 
@@ -52,11 +54,11 @@ TEST(SlotTableTest, ATokenStaysInItsSlotUntilItIsTheLeastOftenChosen) {
 }
 
 TEST(SlotTableTest, ATokenChosenOftenOutlivesOneChosenLastUntilItsCountHasDecayed) {
-  const auto often_leaves_after = [](uint32_t pause) {
+  const auto often_leaves_after = [](uint32_t pause, uint32_t window_begin = kNoWindow) {
     SlotTable table(1, 2, 100);
     for (int i = 0; i < 4; ++i) {
       Begin(table);
-      Place(table, 0, {7});
+      Place(table, 0, {7}, window_begin);
     }
     for (uint32_t i = 0; i < pause; ++i) Begin(table);
     Place(table, 0, {8});
@@ -69,6 +71,7 @@ TEST(SlotTableTest, ATokenChosenOftenOutlivesOneChosenLastUntilItsCountHasDecaye
   EXPECT_FALSE(often_leaves_after(1));
   EXPECT_FALSE(often_leaves_after(85));
   EXPECT_TRUE(often_leaves_after(97));
+  EXPECT_TRUE(often_leaves_after(1, 7)) << "the window chose it";
 }
 
 TEST(SlotTableTest, PositionsOfOneAnswerDoNotTakeEachOthersSlots) {
@@ -126,64 +129,61 @@ TEST(SlotTableTest, BytesAreWhatTheVectorsHold) {
   EXPECT_EQ(SlotTableBytes(1, limits::kCacheSlotsMax), size_t{limits::kCacheSlotsMax} * 20 + 131072 * 2);
 }
 
-// The model: when each token held was chosen since it came, and what a worker holds in each slot.
+// The model: how often each token held was chosen since it came, and what a worker holds in each slot.
 class Model {
  public:
   explicit Model(uint32_t slots) : slots_(slots) {}
 
-  void Check(uint32_t answer, const std::vector<uint32_t>& tokens, const Placed& placed) {
+  void Check(const std::vector<uint32_t>& tokens, uint32_t window_begin, const Placed& placed) {
+    for (auto& [token, count] : counts_) count *= std::exp2(-1.0 / 48);
     std::set<uint32_t> expected;
     for (uint32_t i = 0; i < tokens.size(); ++i) {
-      if (choices_.count(tokens[i]) == 0) expected.insert(i);
+      if (counts_.count(tokens[i]) == 0) expected.insert(i);
     }
     ASSERT_EQ(std::set<uint32_t>(placed.missing.begin(), placed.missing.end()), expected);
-    const std::map<uint32_t, double> counts = Unchosen(answer, tokens);
+    std::map<uint32_t, double> counts = counts_;
+    for (uint32_t token : tokens) counts.erase(token);
     double most_gone = 0;
     for (uint32_t i : placed.missing) {
       const auto held = worker_.find(placed.slots[i]);
-      if (held != worker_.end() && choices_.count(held->second) > 0) {
+      if (held != worker_.end() && counts_.count(held->second) > 0) {
         const uint32_t gone = held->second;
         ASSERT_EQ(std::count(tokens.begin(), tokens.end(), gone), 0) << "a chosen token left";
         most_gone = std::max(most_gone, counts.at(gone));
-        choices_.erase(gone);
+        counts_.erase(gone);
       }
       worker_[placed.slots[i]] = tokens[i];
     }
     for (uint32_t i = 0; i < tokens.size(); ++i) ASSERT_EQ(worker_[placed.slots[i]], tokens[i]);
     for (const auto& [token, count] : counts) {
-      if (choices_.count(token) == 0) continue;
+      if (counts_.count(token) == 0) continue;
       ASSERT_GE(count, most_gone * 0.999) << token << " stays, and one of a greater count left";
     }
-    for (uint32_t token : tokens) choices_[token].push_back(answer);
-    ASSERT_LE(choices_.size(), slots_);
-    ASSERT_TRUE(most_gone == 0 || choices_.size() == slots_) << "a token left while a slot was free";
+    for (uint32_t token : tokens) {
+      double& count = counts_[token];
+      count = token < window_begin ? count + 1 : std::max(count, 1.0);
+    }
+    ASSERT_LE(counts_.size(), slots_);
+    ASSERT_TRUE(most_gone == 0 || counts_.size() == slots_) << "a token left while a slot was free";
   }
   void Truncate(uint32_t length) {
-    choices_.erase(choices_.lower_bound(length), choices_.end());
+    counts_.erase(counts_.lower_bound(length), counts_.end());
     std::erase_if(worker_, [&](const auto& held) { return held.second >= length; });
   }
   void Clear() {
-    choices_.clear();
+    counts_.clear();
     worker_.clear();
   }
 
  private:
-  std::map<uint32_t, double> Unchosen(uint32_t answer, const std::vector<uint32_t>& tokens) const {
-    std::map<uint32_t, double> counts;
-    for (const auto& [token, answers] : choices_) {
-      if (std::find(tokens.begin(), tokens.end(), token) != tokens.end()) continue;
-      for (uint32_t chosen : answers) counts[token] += std::exp2(-(static_cast<double>(answer) - chosen) / 48);
-    }
-    return counts;
-  }
   const uint32_t slots_;
-  std::map<uint32_t, std::vector<uint32_t>> choices_;
+  std::map<uint32_t, double> counts_;
   std::map<uint16_t, uint32_t> worker_;
 };
 
 class SlotTableModelTest : public ::testing::TestWithParam<uint32_t> {};
 
-TEST_P(SlotTableModelTest, AgreesWithCountsOfEveryChoice) {
+TEST_P(SlotTableModelTest, AgreesWithCountsThatDecay) {
   const uint32_t slots = GetParam();
   for (uint32_t seed = 1; seed <= 4; ++seed) {
     SCOPED_TRACE(::testing::Message() << "seed " << seed);
@@ -206,9 +206,10 @@ TEST_P(SlotTableModelTest, AgreesWithCountsOfEveryChoice) {
         std::set<uint32_t> chosen;
         for (uint32_t n = below(slots) + 1; n > 0; --n) chosen.insert(below(3 * slots + 2) * (set == 0 ? 1 : 4096));
         const std::vector<uint32_t> tokens(chosen.begin(), chosen.end());
-        const Placed placed = Place(table, set, tokens);
+        const uint32_t window_begin = below(2) == 0 ? kNoWindow : tokens[below(static_cast<uint32_t>(tokens.size()))];
+        const Placed placed = Place(table, set, tokens, window_begin);
         ASSERT_TRUE(placed.ok);
-        models[set].Check(step, tokens, placed);
+        models[set].Check(tokens, window_begin, placed);
         if (HasFatalFailure()) return;
       }
     }
