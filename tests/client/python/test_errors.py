@@ -14,10 +14,10 @@ import pytest
 from ctkvr import errors
 from ctkvr.channel import METHODS
 from ctkvr.client import Client
-from ctkvr.codec import Chunk
+from ctkvr.codec import Chunk, make_chunk
 from ctkvr.v1 import cache_pb2, session_pb2
 
-from conftest import GEOMETRY, HEAD_DIM, KV_HEADS, Tokens
+from conftest import GEOMETRY, Tokens
 from proxy import Proxy
 from server import Server
 from twins import Connect
@@ -199,7 +199,7 @@ def hold_open(client: Client, requests: queue.SimpleQueue[cache_pb2.AppendReques
 
 
 def first_append(session: Any, tokens: Tokens) -> cache_pb2.AppendRequest:
-    chunk = Chunk(session.shape(0), 0, tokens.keys, tokens.values, np.empty((0, 2 * KV_HEADS, HEAD_DIM), np.float32))
+    chunk = make_chunk(session.shape(0), 0, tokens.keys, tokens.values)
     return cache_pb2.AppendRequest(session=session.core.ref, chunk=chunk.encode(0))
 
 
