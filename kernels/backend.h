@@ -88,6 +88,7 @@ class Backend {
   virtual absl::Status GatherRows(Stream& stream, std::span<const GatherRowsItem> items) = 0;
   virtual absl::Status Attend(Stream& stream, std::span<const AttendItem> items) = 0;
   virtual absl::Status BuildClusters(Stream& stream, std::span<const BuildClustersItem> items) = 0;
+  virtual absl::Status ArrangeSketch(Stream& stream, std::span<const ArrangeSketchItem> items) = 0;
   virtual absl::Status EstimateRest(Stream& stream, std::span<const EstimateRestItem> items) = 0;
 };
 

@@ -3,11 +3,14 @@
 // Key clusters of one layer and KV head, and the attention estimated from them over everything that was not chosen.
 // Belongs to ops.h, whose rules and symbols hold here too. Thread-safe: pure functions over caller-owned memory.
 //
-// Tokens [begin, end) are cut into blocks of kClusterBlockTokens, the last one perhaps shorter, and each block is
-// clustered by itself: building is linear in the tokens, new tokens never move old ones, and truncation drops whole
-// blocks. A cluster keeps its count and the arithmetic means of its decoded keys and values, in 8 bits:
+// Tokens [begin, end) are cut at multiples of kClusterBlockTokens, so a block of clusters has the tokens of one sketch
+// block (the first and the last one perhaps fewer), and each block is clustered by itself: building is linear in the
+// tokens, new tokens never move old ones, and truncation drops whole blocks. In the sketch block, the tokens of a
+// cluster lie together then (sketch_order.h), so that a cluster's first planes are one run of memory. A cluster keeps
+// the arithmetic means of its decoded keys and values, in 8 bits:
 //
-//     mean[i] = scale * level[i],  scale = float32(max|mean| / 127),  level within +-127 (all 0 where the scale is 0)
+//     mean[i] = scale * level[i],  scale = smallest bfloat16 >= float32(max|mean| / 127),  level within +-127
+//     (all 0 where the scale is 0)
 //
 // Means of coded keys are those of x in formats.h (rotated, less the key mean); means of float keys are less the mean
 // of the block's keys, its centre, which the block keeps. The estimate is that of RetroInfer
@@ -34,18 +37,23 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/base/lines.h"
 #include "kernels/base/math.h"
 #include "kernels/ops.h"
 
 namespace ctkvr {
 
-inline constexpr uint32_t kClusterBlockTokens = 1024;
+inline constexpr uint32_t kClusterBlockTokens = kSketchTokens;
 // Rounds of k-means after the first partition.
 inline constexpr uint32_t kClusterRounds = 3;
 // So that a cluster's number within its block is a byte.
 inline constexpr uint32_t kTokensPerClusterMin = kClusterBlockTokens / 256;
 
-// Offsets in bytes within a block of clusters. Plain data.
+// Offsets in bytes within a block of clusters; arrays begin on lines. Plain data.
+//
+// Bytes a token in long sessions, for C = 1024 / tokens_per_cluster <= 64: (head_dim + value_dim + 6) * C / 1024 + 2.
+// At head_dim = value_dim = 128 that is 18.375 for 16 tokens a cluster and 17.625 for 17, beside the 212 of k8v4 and
+// the 180 of k6v4: 22.50 % and 22.42 % of float32, 19.37 % and 19.30 %.
 struct ClusterLayout {
   uint32_t head_dim = 0;
   uint32_t value_dim = 0;
@@ -54,12 +62,23 @@ struct ClusterLayout {
   bool coded = false;                // means of keys as x in formats.h; else about the centre
   uint32_t key_means_offset = 0;     // [C][head_dim] int8
   uint32_t value_means_offset = 0;   // [C][value_dim] int8
-  uint32_t key_scales_offset = 0;    // [C] float32
-  uint32_t value_scales_offset = 0;  // [C] float32
+  uint32_t key_scales_offset = 0;    // [C] bfloat16
+  uint32_t value_scales_offset = 0;  // [C] bfloat16
   uint32_t centre_offset = 0;        // [head_dim] float32; float keys only
-  uint32_t counts_offset = 0;        // [C] uint16
-  uint32_t members_offset = 0;       // [kClusterBlockTokens] uint8: the cluster of each token
+  uint32_t ends_offset = 0;          // as in SketchOrder, as the next two, and the last arrays
+  uint32_t places_offset = 0;
+  uint32_t members_offset = 0;
   uint32_t block_bytes = 0;
+
+  // Of blocks that begin at position `begin`.
+  SketchOrder Order(std::byte* const* blocks, uint32_t begin) const {
+    return {.blocks = blocks,
+            .begin = begin,
+            .clusters = clusters,
+            .ends_offset = ends_offset,
+            .places_offset = places_offset,
+            .members_offset = members_offset};
+  }
 };
 
 // REQUIRES: head_dim and value_dim positive multiples of 8, tokens_per_cluster >= kTokensPerClusterMin.
@@ -68,22 +87,32 @@ constexpr ClusterLayout MakeClusterLayout(Format format, uint32_t head_dim, uint
   ClusterLayout layout{.head_dim = head_dim, .value_dim = value_dim, .tokens_per_cluster = tokens_per_cluster};
   layout.clusters = CeilDiv(kClusterBlockTokens, tokens_per_cluster);
   layout.coded = KeysAreCoded(format);
-  layout.value_means_offset = layout.clusters * head_dim;
-  layout.key_scales_offset = layout.value_means_offset + layout.clusters * value_dim;
-  layout.value_scales_offset = layout.key_scales_offset + layout.clusters * 4;
-  layout.centre_offset = layout.value_scales_offset + layout.clusters * 4;
-  layout.counts_offset = layout.centre_offset + (layout.coded ? 0 : head_dim * 4);
-  layout.members_offset = layout.counts_offset + layout.clusters * 2;
-  layout.block_bytes = layout.members_offset + kClusterBlockTokens;
+  uint32_t offset = 0;
+  const auto place = [&offset](uint32_t bytes) {
+    const uint32_t begin = offset;
+    offset += RoundUp(bytes, kLineBytes);
+    return begin;
+  };
+  layout.key_means_offset = place(layout.clusters * head_dim);
+  layout.value_means_offset = place(layout.clusters * value_dim);
+  layout.key_scales_offset = place(layout.clusters * 2);
+  layout.value_scales_offset = place(layout.clusters * 2);
+  layout.centre_offset = place(layout.coded ? 0 : head_dim * 4);
+  layout.ends_offset = place(layout.clusters * 2);
+  layout.places_offset = place(kClusterBlockTokens * 2);
+  if (layout.clusters > kPackedClustersMax) layout.members_offset = place(kClusterBlockTokens);
+  layout.block_bytes = offset;
   return layout;
 }
 
 // Clusters of tokens [begin, begin + count): ceil(count / tokens_per_cluster) of them, by k-means on the directions of
 // the mean-free keys. The first partition halves sets of tokens along the line between two that lie far apart; a round
 // gives each token to the cluster of the largest cosine (ties: the lower one) and makes the cluster's direction the sum
-// of its tokens' directions, where there is one. No random numbers. Clusters may end up empty. Written: all counts,
-// means and scales of clusters that are not empty, members of `count` tokens, the centre of float keys.
-// REQUIRES: !view.raw(), 1 <= count <= kClusterBlockTokens, begin + count <= view.length.
+// of its tokens' directions, where there is one. No random numbers. Clusters may end up empty. Written: means and
+// scales of clusters that are not empty, the centre of float keys, the whole order: of tokens of the block that are
+// not in [begin, begin + count), the offset is the slot, and a member among those counts for nothing.
+// REQUIRES: !view.raw(), count >= 1, begin % kClusterBlockTokens + count <= kClusterBlockTokens,
+// begin + count <= view.length.
 struct BuildClustersItem {
   HeadView view;
   ClusterLayout layout;
@@ -98,16 +127,28 @@ constexpr size_t BuildClustersWorkspaceBytes(const ClusterLayout& layout) {
   return 4 * (floats + size_t{16} * layout.clusters + 5 * kClusterBlockTokens) + 64;
 }
 
+// The sketch block of a block of clusters in its order: what `view` holds of the token at each of the 1,024 offsets,
+// whatever order that is in, goes to the slot that the block of clusters gives it. REQUIRES: coded keys, not raw.
+struct ArrangeSketchItem {
+  HeadView view;
+  uint32_t index = 0;  // of the sketch block
+  ClusterLayout layout;
+  uint32_t begin = 0;                // of all clusters
+  const std::byte* block = nullptr;  // [layout.block_bytes]
+  std::byte* sketch = nullptr;       // [view.layout.sketch_bytes], none of the view's
+};
+
 // The remainder: with left[c] the tokens of cluster c that lie in [visible_begin, visible_end) and are not listed,
 //   weight(r, c) = left[c] * exp(logit of <query r, mean key of c>)
 //   log_sum_exp[r] = log(sum_c weight(r, c)),  output[r] = sum_c weight(r, c) * mean value of c / sum_c weight(r, c)
 // -infinity and zeros where nothing is left. The sink logit has no part in it. Clusters that together weigh less than
-// 2^-16 of a head's sum may be left out of its output; value_means_read counts those that were read for some head.
+// 2^-16 of a head's sum may be left out of its output; lines_read counts the 64-byte lines of the blocks that were
+// read: all ends, the place or member of each token that is left out or listed, means, scales and centres, each once.
 // REQUIRES: tokens ascending, all within [visible_begin, visible_end).
 struct EstimateRestItem {
   PreparedQuery query;
   ClusterLayout layout;
-  const std::byte* const* blocks = nullptr;  // [ceil((end - begin) / kClusterBlockTokens)]
+  const std::byte* const* blocks = nullptr;  // [ClusterBlocks(begin, end)]
   uint32_t begin = 0;                        // clustered: [begin, end)
   uint32_t end = 0;
   uint32_t visible_begin = 0;
@@ -118,10 +159,13 @@ struct EstimateRestItem {
   SoftmaxParams softmax;
   float* output = nullptr;       // [R, value_dim]
   float* log_sum_exp = nullptr;  // [R]
-  uint32_t* value_means_read = nullptr;
+  uint64_t* lines_read = nullptr;
   void* workspace = nullptr;  // EstimateRestWorkspaceBytes(layout, R, begin, end)
 };
-constexpr uint32_t ClusterBlocks(uint32_t begin, uint32_t end) { return CeilDiv(end - begin, kClusterBlockTokens); }
+// Blocks that [begin, end) is cut into.
+constexpr uint32_t ClusterBlocks(uint32_t begin, uint32_t end) {
+  return end <= begin ? 0 : CeilDiv(end, kClusterBlockTokens) - begin / kClusterBlockTokens;
+}
 constexpr size_t EstimateRestWorkspaceBytes(const ClusterLayout& layout, uint32_t heads, uint32_t begin, uint32_t end) {
   return (size_t{heads} + 2) * 4 * layout.clusters * ClusterBlocks(begin, end) + 64;
 }

@@ -8,6 +8,7 @@
 
 #include "kernels/base/check.h"
 #include "kernels/base/half_steps.h"
+#include "kernels/base/lines.h"
 #include "kernels/base/math.h"
 
 namespace ctkvr {
@@ -121,10 +122,11 @@ PageLayout MakePageLayout(Format format, uint32_t head_dim, uint32_t value_dim, 
     layout.plane_bytes = head_dim / 8;
     const uint32_t groups = CeilDiv(value_dim, kValueGroup);
     layout.value_row_bytes = groups * kGroupHeaderBytes + value_dim * ValueBits(format) / 8;
-    layout.first_planes_offset = place(first_planes * layout.plane_bytes);
-    layout.sketch_scales_offset = place(sizeof(uint16_t));
-    layout.code_scales_offset = place(sizeof(uint16_t));
-    layout.rest_planes_offset = place((layout.planes - first_planes) * layout.plane_bytes);
+    layout.sketch_scales_offset = kSketchTokens * layout.sketch_token_bytes();
+    layout.sketch_bytes = layout.sketch_scales_offset + kSketchTokens * static_cast<uint32_t>(sizeof(uint16_t));
+    const uint32_t record_bytes = layout.record_bytes_of(layout.planes), lines = RoundUp(record_bytes, kLineBytes);
+    layout.record_bytes = lines - record_bytes <= kRecordPaddingMax ? lines : record_bytes;
+    layout.records_offset = place(layout.record_bytes);
   } else {
     const auto element_bytes = static_cast<uint32_t>(DTypeBytes(FloatType(format)));
     layout.value_row_bytes = value_dim * element_bytes;

@@ -21,23 +21,10 @@
 
 #include "kernels/base/dtype.h"
 #include "kernels/formats.h"
+#include "kernels/head_view.h"
 #include "kernels/rank_policy.h"
 
 namespace ctkvr {
-
-// The stored tokens of one layer and KV head.
-struct HeadView {
-  PageLayout layout;
-  std::byte* const* pages = nullptr;      // [ceil(length / 64)]
-  // Set while keys are not coded yet: keys lie here as [64][D] raw_dtype a page, values in `pages` as ever.
-  std::byte* const* raw_pages = nullptr;
-  DType raw_dtype = DType::kF32;
-  const float* mean = nullptr;            // [D]; coded keys only
-  const float* signs = nullptr;           // [RotationRounds(D)][D]; coded keys only
-  uint32_t length = 0;                    // tokens readable
-
-  bool raw() const { return raw_pages != nullptr; }
-};
 
 inline constexpr uint32_t kGroupHeadsMax = 16;  // R
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <numeric>
@@ -11,6 +12,7 @@
 #include "kernels/cpu/coded_key.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/score_block.h"
+#include "kernels/cpu/sketch_slots.h"
 #include "kernels/cpu/stored_row.h"
 
 namespace ctkvr::cpu {
@@ -18,6 +20,7 @@ namespace {
 
 constexpr uint32_t kLanes = 16;
 constexpr uint32_t kMeanLevelMax = 127;
+constexpr uint32_t kClustersMax = kClusterBlockTokens / kTokensPerClusterMin;
 
 // REQUIRES: count a multiple of kLanes, as padded rows are.
 float DotOf(const float* a, const float* b, uint32_t count) {
@@ -43,8 +46,9 @@ class ClusterBuilder {
         layout_(item.layout),
         clusters_(CeilDiv(item.count, item.layout.tokens_per_cluster)),
         padded_(PaddedFloats(item.layout.head_dim)),
-        padded_values_(PaddedFloats(item.layout.value_dim)) {
-    CTKVR_CHECK(item.count >= 1 && item.count <= kClusterBlockTokens && !item.view.raw());
+        padded_values_(PaddedFloats(item.layout.value_dim)),
+        first_(item.begin % kClusterBlockTokens) {
+    CTKVR_CHECK(item.count >= 1 && first_ + item.count <= kClusterBlockTokens && !item.view.raw());
     CTKVR_CHECK(layout_.head_dim <= kDimMax && layout_.value_dim <= kDimMax);
     auto* at = reinterpret_cast<float*>(RoundUp(reinterpret_cast<uintptr_t>(item.workspace), uintptr_t{64}));
     const auto take = [&at](size_t count) { return std::exchange(at, at + count); };
@@ -69,6 +73,7 @@ class ClusterBuilder {
       MakeDirections();
     }
     Assign();
+    StoreOrder();
     StoreMeans();
   }
 
@@ -79,11 +84,12 @@ class ClusterBuilder {
   void LoadKeys() {
     const HeadView& view = item_.view;
     const uint32_t dim = layout_.head_dim;
+    SketchSlots slots(view, true);
     for (uint32_t t = 0; t < item_.count; ++t) {
       float* to = key(t);
       const uint32_t token = item_.begin + t;
       if (layout_.coded) {
-        kernels_.scan->decode_coded(CodedKeyAt(view, token), to);
+        kernels_.scan->decode_coded(CodedKeyAt(view, token, slots.SlotOf(token)), to);
         const float scale = CodeScaleAt(view, token);
         for (uint32_t i = 0; i < dim; ++i) to[i] = scale * (to[i] + 0.5f);
       } else {
@@ -206,24 +212,40 @@ class ClusterBuilder {
     }
   }
 
+  // Where clusters end, which token lies at each slot, and of which cluster each token is.
+  void StoreOrder() {
+    const std::span<uint16_t> ends(reinterpret_cast<uint16_t*>(item_.block + layout_.ends_offset), layout_.clusters);
+    uint16_t places[kClusterBlockTokens];
+    std::iota(places, places + kClusterBlockTokens, uint16_t{0});
+    std::fill(counts_, counts_ + layout_.clusters, 0u);
+    for (uint32_t t = 0; t < item_.count; ++t) ++counts_[member_of_[t]];
+    uint32_t next[kClustersMax], end = first_;
+    for (uint32_t c = 0; c < layout_.clusters; ++c) {
+      next[c] = end;
+      ends[c] = static_cast<uint16_t>(end += counts_[c]);
+    }
+    for (uint32_t t = 0; t < item_.count; ++t) places[next[member_of_[t]]++] = static_cast<uint16_t>(first_ + t);
+    for (uint32_t t = 0; t < item_.count; ++t) {
+      const uint32_t c = member_of_[t];
+      if (layout_.members_offset != 0) item_.block[layout_.members_offset + first_ + t] = static_cast<std::byte>(c);
+      if (layout_.members_offset == 0) places[first_ + t] |= static_cast<uint16_t>(c << kOffsetBits);
+    }
+    std::memcpy(item_.block + layout_.places_offset, places, sizeof(places));
+  }
+
   void StoreMeans() {
-    const std::span<uint16_t> counts(reinterpret_cast<uint16_t*>(item_.block + layout_.counts_offset),
-                                     layout_.clusters);
-    std::fill(counts.begin(), counts.end(), uint16_t{0});
     std::fill(sums_, sums_ + size_t{clusters_} * padded_, 0.0f);
     std::fill(value_sums_, value_sums_ + size_t{clusters_} * padded_values_, 0.0f);
     float value[kDimMax];
     for (uint32_t t = 0; t < item_.count; ++t) {
       const uint32_t c = member_of_[t];
-      ++counts[c];
-      item_.block[layout_.members_offset + t] = static_cast<std::byte>(c);
       AddScaled(sums_ + size_t{c} * padded_, key(t), 1, padded_);
       DecodeValue(*kernels_.rows, item_.view, item_.begin + t, value);
       AddScaled(value_sums_ + size_t{c} * padded_values_, value, 1, layout_.value_dim);
     }
     for (uint32_t c = 0; c < clusters_; ++c) {
-      if (counts[c] == 0) continue;
-      const float share = 1.0f / static_cast<float>(counts[c]);
+      if (counts_[c] == 0) continue;
+      const float share = 1.0f / static_cast<float>(counts_[c]);
       StoreMean(sums_ + size_t{c} * padded_, share,
                 {.levels = layout_.key_means_offset, .scales = layout_.key_scales_offset, .dim = layout_.head_dim}, c);
       StoreMean(value_sums_ + size_t{c} * padded_values_, share,
@@ -244,13 +266,16 @@ class ClusterBuilder {
       sum[i] *= share;
       largest = std::max(largest, std::fabs(sum[i]));
     }
-    const float scale = largest / kMeanLevelMax;
+    // Rounded up, so that no level exceeds its bound.
+    const uint32_t bits = std::bit_cast<uint32_t>(largest / kMeanLevelMax) + 0xffffu;
+    const auto half = static_cast<uint16_t>(bits >> 16);
+    const auto scale = std::bit_cast<float>(bits & 0xffff0000u);
     auto* levels = reinterpret_cast<int8_t*>(item_.block + place.levels) + size_t{cluster} * place.dim;
     for (uint32_t i = 0; i < place.dim; ++i) {
       const float level = scale > 0 ? std::nearbyint(sum[i] / scale) : 0.0f;
       levels[i] = static_cast<int8_t>(std::clamp(level, -float{kMeanLevelMax}, float{kMeanLevelMax}));
     }
-    std::memcpy(item_.block + place.scales + cluster * sizeof(float), &scale, sizeof(float));
+    std::memcpy(item_.block + place.scales + cluster * sizeof(half), &half, sizeof(half));
   }
 
   const CpuKernels& kernels_;
@@ -258,6 +283,7 @@ class ClusterBuilder {
   const ClusterLayout& layout_;
   const uint32_t clusters_;
   const uint32_t padded_, padded_values_;
+  const uint32_t first_;         // offset of the first token in its sketch block
   float* keys_ = nullptr;        // [tokens, padded]
   float* directions_ = nullptr;  // [clusters, padded]
   float* sums_ = nullptr;        // [clusters, padded]
@@ -268,6 +294,7 @@ class ClusterBuilder {
   float* projections_ = nullptr;
   uint32_t* order_ = nullptr;
   uint32_t* member_of_ = nullptr;
+  uint32_t counts_[kClustersMax];
   bool directed_ = false;
 };
 

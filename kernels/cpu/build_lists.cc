@@ -50,12 +50,14 @@ void ScoreRange(const CpuKernels& kernels, const BuildListsItem& item, const Cen
                                       .rotated_sum = queries.rotated_sum.data(),
                                       .mean_dot = queries.mean_dot.data(),
                                       .heads = static_cast<uint32_t>(queries.mean_dot.size())};
+  SketchSlots slots(item.view, true);
   for (uint32_t token = item.begin; token < item.end; token += kScoreBlockTokens) {
     ScoreBlock(kernels, item.view, score_queries,
                {.begin = token,
                 .count = std::min(kScoreBlockTokens, item.end - token),
                 .scores = scores + (token - item.begin),
-                .stride = tokens});
+                .stride = tokens,
+                .slots = &slots});
   }
 }
 

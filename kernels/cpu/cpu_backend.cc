@@ -11,6 +11,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "kernels/base/lines.h"
 #include "kernels/base/math.h"
 #include "kernels/cpu/cpu_ops.h"
 
@@ -18,7 +19,6 @@ namespace ctkvr::cpu {
 namespace {
 
 constexpr size_t kHugePageBytes = size_t{2} << 20;
-constexpr size_t kLineBytes = 64;
 
 void FreeSmall(std::byte* data, size_t) { std::free(data); }
 
@@ -66,7 +66,7 @@ class CpuBackend final : public Backend {
     std::byte* data = nullptr;
     if (fits && large) data = MapAligned(bytes);
     if (fits && !large) {
-      data = static_cast<std::byte*>(std::aligned_alloc(kLineBytes, RoundUp(bytes + (bytes == 0), kLineBytes)));
+      data = static_cast<std::byte*>(std::aligned_alloc(kLineBytes, RoundUp(bytes + (bytes == 0), size_t{kLineBytes})));
     }
     if (data == nullptr) {
       return absl::ResourceExhaustedError(absl::StrCat("the host cannot allocate ", bytes, " bytes"));
@@ -124,6 +124,9 @@ class CpuBackend final : public Backend {
   absl::Status Attend(Stream&, std::span<const AttendItem> items) override { return ForEach(items, cpu::Attend); }
   absl::Status BuildClusters(Stream&, std::span<const BuildClustersItem> items) override {
     return ForEach(items, cpu::BuildClusters);
+  }
+  absl::Status ArrangeSketch(Stream&, std::span<const ArrangeSketchItem> items) override {
+    return ForEach(items, cpu::ArrangeSketch);
   }
   absl::Status EstimateRest(Stream&, std::span<const EstimateRestItem> items) override {
     return ForEach(items, cpu::EstimateRest);

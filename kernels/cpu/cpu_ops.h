@@ -26,6 +26,7 @@ void MergeCandidates(const CpuKernels& kernels, const MergeCandidatesItem& item)
 void GatherRows(const CpuKernels& kernels, const GatherRowsItem& item);
 void Attend(const CpuKernels& kernels, const AttendItem& item);
 void BuildClusters(const CpuKernels& kernels, const BuildClustersItem& item);
+void ArrangeSketch(const CpuKernels& kernels, const ArrangeSketchItem& item);
 void EstimateRest(const CpuKernels& kernels, const EstimateRestItem& item);
 
 }  // namespace ctkvr::cpu

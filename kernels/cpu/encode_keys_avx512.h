@@ -49,6 +49,7 @@ struct KeyBatch {
   alignas(64) float products[kBatch][16];
   alignas(64) float scale[kBatch];
   alignas(64) float reciprocal[kBatch];
+  alignas(32) uint16_t code_scales[kBatch];
 };
 
 // Rotated keys of a batch, and the largest magnitude of each as bits. False when an element is subnormal.
@@ -80,9 +81,9 @@ bool RotateBatch(const KeyRun& run, uint32_t first, uint32_t count, const float*
   return subnormal == 0;
 }
 
-// Code scales of a batch, stored, and what divides by them. False when one exceeds binary16.
+// Code scales of a batch, and what divides by them. False when one exceeds binary16.
 template <uint32_t kRegisters>
-bool FitKeyScales(const KeyRun& run, uint32_t first, __mmask16 rows, __m512i max_bits, KeyBatch<kRegisters>& batch) {
+bool FitKeyScales(const KeyRun& run, __m512i max_bits, KeyBatch<kRegisters>& batch) {
   const __m512 half_levels = _mm512_set1_ps(static_cast<float>(1 << (run.planes - 1)));
   const __m512 bound = _mm512_castsi512_ps(max_bits);
   const __m256i near =
@@ -93,7 +94,7 @@ bool FitKeyScales(const KeyRun& run, uint32_t first, __mmask16 rows, __m512i max
   half = _mm512_mask_add_epi32(half, below, half, _mm512_set1_epi32(1));
   if (_mm512_cmpge_epu32_mask(half, _mm512_set1_epi32(kHalfInfinity)) != 0) return false;
   const __m256i bits = _mm512_cvtepi32_epi16(half);
-  _mm256_mask_storeu_epi16(run.code_scales + 2 * first, rows, bits);
+  _mm256_store_si256(reinterpret_cast<__m256i*>(batch.code_scales), bits);
   // Dividing zeros by one gives the codes that are wanted where the scale is zero.
   const __mmask16 zero = _mm512_cmpeq_epi32_mask(half, _mm512_setzero_si512());
   const __m512 scale = _mm512_mask_blend_ps(zero, _mm512_cvtph_ps(bits), _mm512_set1_ps(1.0f));
@@ -126,7 +127,9 @@ CTKVR_INLINE void CodeKey(const KeyRun& run, uint32_t token, uint32_t n, KeyBatc
   _mm512_store_ps(batch.products[n], products);
   const uint32_t plane_bytes = 2 * kRegisters;
   std::byte* first = run.first + size_t{token} * kFirstPlanes * plane_bytes;
-  std::byte* rest = run.rest + size_t{token} * (run.planes - kFirstPlanes) * plane_bytes;
+  std::byte* record = run.records + token * run.record_bytes;
+  std::memcpy(record, &batch.code_scales[n], sizeof(uint16_t));
+  std::byte* rest = record + PageLayout::kCodeScaleBytes;
   for (uint32_t i = 0; i < kRegisters; i += 4) {
     __m512i codes = InOrder(PackSigned(floor + i));
     codes = _mm512_min_epi8(codes, _mm512_set1_epi8(static_cast<char>(half_levels - 1)));
@@ -167,10 +170,9 @@ uint32_t EncodeKeyRun(const KeyRun& run) {
   KeyBatch<kRegisters> batch;
   for (uint32_t first = 0; first < run.tokens; first += kBatch) {
     const uint32_t count = run.tokens - first < kBatch ? run.tokens - first : kBatch;
-    const auto rows = static_cast<__mmask16>((1u << count) - 1);
     __m512i max_bits;
     if (!RotateBatch<kDType, kRegisters>(run, first, count, signed_mean, batch, &max_bits)) return first;
-    if (!FitKeyScales<kRegisters>(run, first, rows, max_bits, batch)) return first;
+    if (!FitKeyScales<kRegisters>(run, max_bits, batch)) return first;
     for (uint32_t n = 0; n < count; ++n) {
       if (run.first_planes == 1) {
         CodeKey<kRegisters, 1>(run, first + n, n, batch);

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "kernels/base/check.h"
+#include "kernels/base/lines.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/score_block.h"
 
@@ -49,33 +50,47 @@ class RestEstimator {
     LoadQueries();
     for (uint32_t block = 0; block < ClusterBlocks(item_.begin, item_.end); ++block) ScoreClusters(block);
     Finish();
+    uint64_t lines = other_lines_;
+    for (const LineCount* count : {&members_, &key_means_, &key_scales_, &value_means_, &value_scales_}) {
+      lines += count->lines();
+    }
+    *item_.lines_read = lines;
   }
 
  private:
   // Of every cluster, the tokens that are visible and not listed.
   void CountLeft() {
     for (uint32_t block = 0; block < ClusterBlocks(item_.begin, item_.end); ++block) {
-      const std::byte* counts = item_.blocks[block] + layout_.counts_offset;
+      const BlockOrder order = OrderOf(block);
       for (uint32_t c = 0; c < layout_.clusters; ++c) {
-        uint16_t count;
-        std::memcpy(&count, counts + c * sizeof(count), sizeof(count));
-        left_[block * layout_.clusters + c] = count;
+        left_[block * layout_.clusters + c] = order.ClusterEnd(c) - order.ClusterBegin(c);
       }
+      other_lines_ += CeilDiv<uint64_t>(layout_.clusters * sizeof(uint16_t), kLineBytes);
     }
     const uint32_t visible_begin = std::clamp(item_.visible_begin, item_.begin, item_.end);
     const uint32_t visible_end = std::clamp(item_.visible_end, visible_begin, item_.end);
     for (uint32_t token = item_.begin; token < visible_begin; ++token) TakeOut(token);
-    for (uint32_t token = visible_end; token < item_.end; ++token) TakeOut(token);
     for (uint32_t n = 0; n < *item_.count; ++n) {
       const uint32_t token = item_.tokens[n];
       if (token >= visible_begin && token < visible_end) TakeOut(token);
     }
+    for (uint32_t token = visible_end; token < item_.end; ++token) TakeOut(token);
+  }
+  BlockOrder OrderOf(uint32_t block) const {
+    return BlockOrder(order_, item_.begin / kClusterBlockTokens + block, item_.blocks[block]);
   }
   void TakeOut(uint32_t token) {
-    const uint32_t block = (token - item_.begin) / kClusterBlockTokens;
-    const uint32_t place = (token - item_.begin) % kClusterBlockTokens;
-    const auto cluster = static_cast<uint32_t>(item_.blocks[block][layout_.members_offset + place]);
-    --left_[block * layout_.clusters + cluster];
+    const uint32_t block = token / kClusterBlockTokens - item_.begin / kClusterBlockTokens;
+    const uint32_t offset = token % kClusterBlockTokens;
+    if (block != entered_) entered_order_ = OrderOf(entered_ = block);
+    --left_[block * layout_.clusters + entered_order_.ClusterOf(offset)];
+    const uint32_t bytes = layout_.members_offset != 0 ? 1 : sizeof(uint16_t);
+    Count(members_, block, layout_.members_offset != 0 ? layout_.members_offset : layout_.places_offset, offset, bytes);
+  }
+  // Element `index` of the array at `offset` of a block was read. Arrays begin on lines, and so do blocks.
+  void Count(LineCount& count, uint32_t block, uint32_t offset, uint32_t index, uint32_t bytes) const {
+    const uint64_t at = uint64_t{block} * layout_.block_bytes + offset + uint64_t{index} * bytes;
+    count.Add(at, at + bytes);
   }
 
   void LoadQueries() {
@@ -93,6 +108,7 @@ class RestEstimator {
       std::copy(item_.query.mean_dot, item_.query.mean_dot + heads_, origins);
       return;
     }
+    other_lines_ += CeilDiv<uint64_t>(layout_.head_dim * sizeof(float), kLineBytes);
     std::memcpy(rows_, block + layout_.centre_offset, layout_.head_dim * sizeof(float));
     std::fill(rows_ + layout_.head_dim, rows_ + padded_, 0.0f);
     Dots(1, origins, 1);
@@ -116,12 +132,16 @@ class RestEstimator {
     uint32_t cluster = 0;
     while (cluster < layout_.clusters) {
       uint32_t rows = 0;
+      float scales[kScoreBlockTokens];
       for (; cluster < layout_.clusters && rows < kScoreBlockTokens; ++cluster) {
         if (left_[base + cluster] == 0) continue;
         const std::byte* levels = block + layout_.key_means_offset + size_t{cluster} * layout_.head_dim;
+        Count(key_means_, block_index, layout_.key_means_offset, cluster, layout_.head_dim);
+        Count(key_scales_, block_index, layout_.key_scales_offset, cluster, sizeof(uint16_t));
         float* row = rows_ + size_t{rows} * padded_;
         WidenLevels(reinterpret_cast<const int8_t*>(levels), row, layout_.head_dim);
         std::fill(row + layout_.head_dim, row + padded_, 0.0f);
+        scales[rows] = LoadElement(block + layout_.key_scales_offset, DType::kBF16, cluster);
         entries_[entry_count_ + rows++] = base + cluster;
       }
       if (rows == 0) continue;
@@ -130,10 +150,8 @@ class RestEstimator {
       for (uint32_t r = 0; r < heads_; ++r) {
         for (uint32_t n = 0; n < rows; ++n) {
           const uint32_t entry = entries_[entry_count_ + n];
-          float scale;
-          std::memcpy(&scale, block + layout_.key_scales_offset + (entry - base) * sizeof(float), sizeof(float));
           float& logit = logits[r * stride_ + n];
-          logit = LogitOf(scale * logit + origins[r]) + LogCounts()[left_[entry]];
+          logit = LogitOf(scales[n] * logit + origins[r]) + LogCounts()[left_[entry]];
         }
       }
       entry_count_ += rows;
@@ -146,7 +164,6 @@ class RestEstimator {
   }
 
   void Finish() {
-    *item_.value_means_read = 0;
     if (entry_count_ == 0) {
       std::fill_n(item_.output, size_t{heads_} * layout_.value_dim, 0.0f);
       std::fill_n(item_.log_sum_exp, heads_, -std::numeric_limits<float>::infinity());
@@ -185,13 +202,16 @@ class RestEstimator {
     float logits[kGroupHeadsMax * kScoreBlockTokens], weights[kGroupHeadsMax * kScoreBlockTokens];
     float scales[kScoreBlockTokens];
     for (uint32_t n = 0; n < count; ++n) {
-      const std::byte* block = item_.blocks[entries_[entries[n]] / layout_.clusters];
+      const uint32_t block_index = entries_[entries[n]] / layout_.clusters;
+      const std::byte* block = item_.blocks[block_index];
       const uint32_t cluster = entries_[entries[n]] % layout_.clusters;
+      Count(value_means_, block_index, layout_.value_means_offset, cluster, layout_.value_dim);
+      Count(value_scales_, block_index, layout_.value_scales_offset, cluster, sizeof(uint16_t));
       const std::byte* levels = block + layout_.value_means_offset + size_t{cluster} * layout_.value_dim;
       float* row = rows_ + size_t{n} * padded_values_;
       WidenLevels(reinterpret_cast<const int8_t*>(levels), row, layout_.value_dim);
       std::fill(row + layout_.value_dim, row + padded_values_, 0.0f);
-      std::memcpy(&scales[n], block + layout_.value_scales_offset + cluster * sizeof(float), sizeof(float));
+      scales[n] = LoadElement(block + layout_.value_scales_offset, DType::kBF16, cluster);
       for (uint32_t r = 0; r < heads_; ++r) logits[r * kScoreBlockTokens + n] = logits_[r * stride_ + entries[n]];
     }
     for (uint32_t r = 0; r < heads_; ++r) {
@@ -207,7 +227,6 @@ class RestEstimator {
                                  .heads = heads_,
                                  .padded_dim = padded_values_,
                                  .sums = outputs_});
-    *item_.value_means_read += count;
   }
 
   const CpuKernels& kernels_;
@@ -221,6 +240,11 @@ class RestEstimator {
   uint32_t* entries_ = nullptr;  // [stride]: clusters with tokens left, ascending
   float* logits_ = nullptr;      // [heads, stride]: log weights of the entries
   uint32_t entry_count_ = 0;
+  const SketchOrder order_ = layout_.Order(nullptr, item_.begin);
+  uint32_t entered_ = UINT32_MAX;  // block of the last token taken out
+  BlockOrder entered_order_;
+  LineCount members_, key_means_, key_scales_, value_means_, value_scales_;
+  uint64_t other_lines_ = 0;
   float largest_[kGroupHeadsMax];  // log weight
   double sums_[kGroupHeadsMax];    // of weights, the largest as 1
   float least_[kGroupHeadsMax];    // log weight from which a cluster's value is read

@@ -7,6 +7,7 @@
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/float_rows.h"
 #include "kernels/cpu/prefetch.h"
+#include "kernels/cpu/sketch_slots.h"
 #include "kernels/cpu/stored_row.h"
 
 namespace ctkvr::cpu {
@@ -18,27 +19,27 @@ DType RowDType(RowFormat format) {
 
 bool IsCoded(const HeadView& view) { return !view.raw() && KeysAreCoded(view.layout.format); }
 
-void PrefetchRows(const GatherRowsItem& item, uint32_t n) {
+void PrefetchRows(const GatherRowsItem& item, uint32_t n, SketchSlots& slots) {
   if (n >= *item.count) return;
   const HeadView& view = item.view;
   const uint32_t token = item.tokens[n];
   if (item.values != nullptr) PrefetchBytes(ValueAt(view, token), view.layout.value_row_bytes);
   if (item.keys == nullptr) return;
   if (IsCoded(view)) {
-    PrefetchCodedKey(view, token, view.layout.planes);
+    PrefetchCodedKey(view, token, slots.SlotOf(token), view.layout.planes);
   } else {
     const FloatKey key = FloatKeyAt(view, token);
     PrefetchBytes(key.data, view.layout.head_dim * DTypeBytes(key.dtype));
   }
 }
 
-void DecodeKey(const CpuKernels& kernels, const HeadView& view, uint32_t token, float* key) {
+void DecodeKey(const CpuKernels& kernels, const HeadView& view, uint32_t token, SketchSlots& slots, float* key) {
   if (!IsCoded(view)) {
     const FloatKey stored = FloatKeyAt(view, token);
     LoadRow(*kernels.rows, stored.data, stored.dtype, key, view.layout.head_dim);
     return;
   }
-  kernels.scan->decode_coded(CodedKeyAt(view, token), key);
+  kernels.scan->decode_coded(CodedKeyAt(view, token, slots.SlotOf(token)), key);
   const float scale = CodeScaleAt(view, token);
   for (uint32_t i = 0; i < view.layout.head_dim; ++i) key[i] = scale * (key[i] + 0.5f);
   kernels.rows->unrotate(key, view.layout.head_dim, view.signs);
@@ -63,11 +64,12 @@ uint64_t GatherFloatRows(const CpuKernels& kernels, const GatherRowsItem& item) 
   const size_t key_bytes = layout.head_dim * DTypeBytes(dtype);
   const size_t value_bytes = layout.value_dim * DTypeBytes(dtype);
   uint64_t overflow = 0;
+  SketchSlots slots(item.view, false);
   float row[kDimMax];
   for (uint32_t n = 0; n < *item.count; ++n) {
-    PrefetchRows(item, n + kPrefetchTokens);
+    PrefetchRows(item, n + kPrefetchTokens, slots);
     if (item.keys != nullptr) {
-      DecodeKey(kernels, item.view, item.tokens[n], row);
+      DecodeKey(kernels, item.view, item.tokens[n], slots, row);
       overflow += StoreCounting(*kernels.rows, row, dtype, item.keys + n * key_bytes, layout.head_dim);
     }
     if (item.values != nullptr) {
@@ -78,19 +80,18 @@ uint64_t GatherFloatRows(const CpuKernels& kernels, const GatherRowsItem& item) 
   return overflow;
 }
 
-void GatherStorageKey(const HeadView& view, uint32_t token, std::byte* to) {
+void GatherStorageKey(const HeadView& view, uint32_t token, SketchSlots& slots, std::byte* to) {
   if (!IsCoded(view)) {
     const FloatKey stored = FloatKeyAt(view, token);
     std::memcpy(to, stored.data, view.layout.head_dim * DTypeBytes(stored.dtype));
     return;
   }
-  const CodedKey key = CodedKeyAt(view, token);
+  const CodedKey key = CodedKeyAt(view, token, slots.SlotOf(token));
   const size_t first_bytes = size_t{view.layout.first_planes} * view.layout.plane_bytes;
   const size_t all_bytes = size_t{view.layout.planes} * view.layout.plane_bytes;
   std::memcpy(to, key.first, first_bytes);
   std::memcpy(to + first_bytes, key.rest, all_bytes - first_bytes);
-  const std::byte* scales = view.pages[token / kPageTokens] + view.layout.code_scales_offset;
-  std::memcpy(to + all_bytes, scales + token % kPageTokens * sizeof(uint16_t), sizeof(uint16_t));
+  std::memcpy(to + all_bytes, RecordAt(view, token), PageLayout::kCodeScaleBytes);
 }
 
 void GatherStorageRows(const GatherRowsItem& item) {
@@ -98,10 +99,11 @@ void GatherStorageRows(const GatherRowsItem& item) {
   const size_t key_bytes =
       view.raw() ? view.layout.head_dim * DTypeBytes(view.raw_dtype) : StorageKeyRowBytes(view.layout);
   const size_t value_bytes = StorageValueRowBytes(view.layout);
+  SketchSlots slots(view, false);
   for (uint32_t n = 0; n < *item.count; ++n) {
     const uint32_t token = item.tokens[n];
-    PrefetchRows(item, n + kPrefetchTokens);
-    if (item.keys != nullptr) GatherStorageKey(view, token, item.keys + n * key_bytes);
+    PrefetchRows(item, n + kPrefetchTokens, slots);
+    if (item.keys != nullptr) GatherStorageKey(view, token, slots, item.keys + n * key_bytes);
     if (item.values != nullptr) std::memcpy(item.values + n * value_bytes, ValueAt(view, token), value_bytes);
   }
 }

@@ -18,7 +18,7 @@
 
 namespace ctkvr::cpu {
 
-// Consecutive keys of one page and where they go.
+// Consecutive keys of one page and where they go; records as in PageLayout.
 struct KeyRun {
   const std::byte* keys = nullptr;  // key t at keys + t * stride, [D] of dtype
   size_t stride = 0;                // bytes
@@ -30,9 +30,9 @@ struct KeyRun {
   const float* mean = nullptr;         // [D]
   const float* signs = nullptr;        // [RotationRounds(D)][D]
   std::byte* first = nullptr;          // [tokens][first_planes][D/8]
-  std::byte* rest = nullptr;           // [tokens][planes - first_planes][D/8]
   std::byte* sketch_scales = nullptr;  // [tokens] binary16
-  std::byte* code_scales = nullptr;    // [tokens] binary16
+  std::byte* records = nullptr;        // [tokens][record_bytes], padding left alone
+  size_t record_bytes = 0;
 };
 
 // The same of values, coded in `bits` bits.
@@ -77,9 +77,9 @@ inline constexpr uint32_t kBytePad = 64;
 constexpr uint32_t PaddedFloats(uint32_t head_dim) { return (head_dim + kFloatPad - 1) / kFloatPad * kFloatPad; }
 constexpr uint32_t PaddedBytes(uint32_t head_dim) { return (head_dim + kBytePad - 1) / kBytePad * kBytePad; }
 
-// Some consecutive tokens of one page, and the query of a first pass as look-up tables: four dimensions a table, entry
-// n the sum of those query elements whose bit is set in n, less the least such sum. An entry is at most
-// 4 * kScanQueryMax = 124 then, so that two of them add up in a byte.
+// Some consecutive slots of one sketch block (sketch_scan.h takes any number of them), and the query of a first pass as
+// look-up tables: four dimensions a table, entry n the sum of those query elements whose bit is set in n, less the
+// least such sum. An entry is at most 4 * kScanQueryMax = 124 then, so that two of them add up in a byte.
 //   E = 2 * (sum over planes j and tables i of 2^(P-1-j) * tables[r, i, nibble i of plane j]) + offset[r]
 //   estimate = (float(E) * scan_scale[r]) * f + mean_dot[r]
 struct ScanRun {

@@ -8,13 +8,14 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/base/lines.h"
+
 namespace ctkvr::cpu {
 
 // Rows are asked for this many tokens ahead.
 inline constexpr uint32_t kPrefetchTokens = 6;
 
 inline void PrefetchBytes(const std::byte* data, size_t bytes) {
-  constexpr size_t kLineBytes = 64;
   for (size_t at = 0; at < bytes; at += kLineBytes) __builtin_prefetch(data + at);
   __builtin_prefetch(data + bytes - 1);
 }

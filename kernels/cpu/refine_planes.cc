@@ -1,16 +1,18 @@
 // SPDX-License-Identifier: Apache-2.0
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
 #include "kernels/base/check.h"
 #include "kernels/cpu/coded_key.h"
 #include "kernels/cpu/cpu_ops.h"
+#include "kernels/cpu/sketch_slots.h"
 
 namespace ctkvr::cpu {
 namespace {
 
-constexpr uint32_t kPrefetchTokens = 16;  // ahead
+constexpr uint32_t kRefineAheadTokens = 16;  // ahead
 
 // Everything of the query that an estimate needs, heads side by side so that four go through at once.
 struct QueryTerms {
@@ -63,10 +65,20 @@ void RefinePlanes(const CpuKernels& kernels, const RefinePlanesItem& item) {
   // s * 2^(b-p-1) is exact.
   const float step = std::ldexp(1.0f, static_cast<int>(layout.planes - item.planes) - 1);
   const uint32_t count = *item.count;
+  // Each slot is found once, when its planes are asked for.
+  SketchSlots slots(item.view, false);
+  uint32_t ahead[kRefineAheadTokens];
+  for (uint32_t n = 0; n < std::min(kRefineAheadTokens, count); ++n) ahead[n] = slots.SlotOf(item.tokens[n]);
   for (uint32_t n = 0; n < count; ++n) {
-    if (n + kPrefetchTokens < count) PrefetchCodedKey(item.view, item.tokens[n + kPrefetchTokens], item.planes);
+    uint32_t& slot = ahead[n % kRefineAheadTokens];
+    const CodedKey key = CodedKeyAt(item.view, item.tokens[n], slot);
+    if (n + kRefineAheadTokens < count) {
+      const uint32_t token = item.tokens[n + kRefineAheadTokens];
+      slot = slots.SlotOf(token);
+      PrefetchCodedKey(item.view, token, slot, item.planes);
+    }
     int32_t sums[kGroupHeadsMax] = {};
-    kernels.scan->refine_token(CodedKeyAt(item.view, item.tokens[n]), refine, sums);
+    kernels.scan->refine_token(key, refine, sums);
     WriteEstimates(terms, sums, CodeScaleAt(item.view, item.tokens[n]) * step, item.estimates + n, item.stride);
   }
 }

@@ -36,8 +36,8 @@ void ScoreBlock(const CpuKernels& kernels, const HeadView& view, const ScoreQuer
   CodedKey coded_keys[kScoreBlockTokens];  // filled where coded
   uint16_t half_scales[kScoreBlockTokens];
   for (uint32_t n = 0; coded && n < run.count; ++n) {
-    coded_keys[n] = CodedKeyAt(view, TokenAt(run, n));
-    std::memcpy(&half_scales[n], CodeScalePlace(view, TokenAt(run, n)), sizeof(half_scales[n]));
+    coded_keys[n] = CodedKeyAt(view, TokenAt(run, n), run.slots->SlotOf(TokenAt(run, n)));
+    std::memcpy(&half_scales[n], RecordAt(view, TokenAt(run, n)), sizeof(half_scales[n]));
   }
   if (!coded || !DotCodes(kernels, queries, coded_keys, padded, run)) {
     alignas(64) float keys[kScoreBlockTokens * PaddedFloats(kDimMax)];

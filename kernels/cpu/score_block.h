@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "kernels/cpu/kernels.h"
+#include "kernels/cpu/sketch_slots.h"
 #include "kernels/ops.h"
 
 namespace ctkvr::cpu {
@@ -33,6 +34,7 @@ struct ScoreBlockRun {
   uint32_t count = 0;
   float* scores = nullptr;
   size_t stride = 0;
+  SketchSlots* slots = nullptr;  // of the view
 };
 void ScoreBlock(const CpuKernels& kernels, const HeadView& view, const ScoreQueries& queries, const ScoreBlockRun& run);
 

@@ -15,7 +15,7 @@ namespace {
 // buffers at once. Floats lie in one run a page, which the hardware foresees.
 constexpr uint32_t kCodedStepTokens = 8;
 static_assert(kCodedStepTokens <= kScoreBlockTokens);
-constexpr uint32_t kPrefetchTokens = 32;  // ahead
+constexpr uint32_t kScoreAheadTokens = 32;  // ahead
 
 // The step's tokens of a page where they follow each other: `bytes_per_token` each from `array` on.
 void PrefetchRun(const std::byte* array, uint32_t slot, size_t bytes_per_token) {
@@ -25,19 +25,17 @@ void PrefetchRun(const std::byte* array, uint32_t slot, size_t bytes_per_token) 
 }
 
 // REQUIRES: coded keys.
-void PrefetchStep(const ScoreTokensItem& item, uint32_t from, uint32_t count) {
+void PrefetchStep(const ScoreTokensItem& item, uint32_t from, uint32_t count, SketchSlots& slots) {
   const PageLayout& layout = item.view.layout;
   if (item.tokens != nullptr) {
     for (uint32_t n = from; n < std::min(from + kCodedStepTokens, count); ++n) {
-      PrefetchCodedKey(item.view, item.tokens[n], layout.planes);
+      PrefetchCodedKey(item.view, item.tokens[n], slots.SlotOf(item.tokens[n]), layout.planes);
     }
   } else if (from < count) {
-    const std::byte* page = item.view.pages[(item.begin + from) / kPageTokens];
-    const uint32_t slot = (item.begin + from) % kPageTokens;
-    const uint32_t rest_planes = layout.planes - layout.first_planes;
-    PrefetchRun(page + layout.first_planes_offset, slot, size_t{layout.first_planes} * layout.plane_bytes);
-    PrefetchRun(page + layout.code_scales_offset, slot, sizeof(uint16_t));
-    PrefetchRun(page + layout.rest_planes_offset, slot, size_t{rest_planes} * layout.plane_bytes);
+    const uint32_t slot = (item.begin + from) % kPageTokens, first = item.begin + from - slot;
+    // Where tokens lie in cluster order, the whole sketch block is soon in cache.
+    PrefetchRun(FirstPlanesPlace(item.view, first, first % kSketchTokens), slot, layout.sketch_token_bytes());
+    PrefetchRun(RecordAt(item.view, first), slot, layout.record_bytes);
   }
 }
 
@@ -57,15 +55,17 @@ void ScoreTokens(const CpuKernels& kernels, const ScoreTokensItem& item) {
   const uint32_t count = *item.count;
   const bool coded = ReadsCodes(item.view);
   const uint32_t step = coded ? kCodedStepTokens : kScoreBlockTokens;
-  for (uint32_t n = 0; coded && n < kPrefetchTokens; n += step) PrefetchStep(item, n, count);
+  SketchSlots slots(item.view, item.tokens == nullptr), slots_ahead(item.view, false);
+  for (uint32_t n = 0; coded && n < kScoreAheadTokens; n += step) PrefetchStep(item, n, count, slots_ahead);
   for (uint32_t n = 0; n < count; n += step) {
-    if (coded) PrefetchStep(item, n + kPrefetchTokens, count);
+    if (coded) PrefetchStep(item, n + kScoreAheadTokens, count, slots_ahead);
     ScoreBlock(kernels, item.view, queries,
                {.tokens = item.tokens != nullptr ? item.tokens + n : nullptr,
                 .begin = item.begin + n,
                 .count = std::min(step, count - n),
                 .scores = item.scores + n,
-                .stride = item.stride});
+                .stride = item.stride,
+                .slots = &slots});
   }
 }
 

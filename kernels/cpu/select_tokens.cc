@@ -5,10 +5,12 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <vector>
 
 #include "kernels/base/check.h"
 #include "kernels/cpu/coded_key.h"
 #include "kernels/cpu/cpu_ops.h"
+#include "kernels/cpu/sketch_slots.h"
 #include "kernels/cpu/top_k.h"
 
 namespace ctkvr::cpu {
@@ -131,14 +133,18 @@ class Selection {
   size_t LeaveOutRedundant(const float* ranks, size_t taken) {
     const HeadView& view = *item_.policy.redundant_view;
     std::sort(indices_, indices_ + taken, Better(ranks));
+    SketchSlots slots(view, false);
+    std::vector<const std::byte*> kept_signs;
     size_t kept = 0;
     for (size_t i = 0; i < taken; ++i) {
-      const std::byte* signs = CodedKeyAt(view, TokenAt(first_ + indices_[i])).first;
-      const bool redundant = std::any_of(indices_, indices_ + kept, [&](uint32_t earlier) {
-        const std::byte* others = CodedKeyAt(view, TokenAt(first_ + earlier)).first;
+      const uint32_t token = TokenAt(first_ + indices_[i]);
+      const std::byte* signs = FirstPlanesPlace(view, token, slots.SlotOf(token));
+      const bool redundant = std::any_of(kept_signs.begin(), kept_signs.end(), [&](const std::byte* others) {
         return Differing(signs, others, view.layout.plane_bytes) <= item_.policy.redundant_bits;
       });
-      if (!redundant) indices_[kept++] = indices_[i];
+      if (redundant) continue;
+      kept_signs.push_back(signs);
+      indices_[kept++] = indices_[i];
     }
     std::sort(indices_, indices_ + kept);
     return kept;

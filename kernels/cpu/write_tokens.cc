@@ -3,14 +3,16 @@
 #include <algorithm>
 #include <cstring>
 
+#include "kernels/cpu/coded_key.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/float_rows.h"
+#include "kernels/cpu/sketch_slots.h"
 
 namespace ctkvr::cpu {
 namespace {
 
 // One key into its place. False when a scale overflows.
-bool WriteCodedKey(const RowKernels& rows, const HeadView& view, const float* key, std::byte* page, uint32_t slot) {
+bool WriteCodedKey(const RowKernels& rows, const HeadView& view, const float* key, uint32_t position, uint32_t slot) {
   const PageLayout& layout = view.layout;
   float x[kDimMax];
   for (uint32_t i = 0; i < layout.head_dim; ++i) x[i] = key[i] - view.mean[i];
@@ -21,17 +23,18 @@ bool WriteCodedKey(const RowKernels& rows, const HeadView& view, const float* ke
   if (!rows.encode_key(x, layout.head_dim, layout.planes, layout.first_planes, packed, &code_scale, &sketch_scale)) {
     return false;
   }
-  const size_t first_bytes = size_t{layout.first_planes} * layout.plane_bytes;
-  const size_t rest_bytes = size_t{layout.planes - layout.first_planes} * layout.plane_bytes;
-  std::memcpy(page + layout.first_planes_offset + slot * first_bytes, packed, first_bytes);
-  std::memcpy(page + layout.rest_planes_offset + slot * rest_bytes, packed + first_bytes, rest_bytes);
-  std::memcpy(page + layout.sketch_scales_offset + slot * sizeof(sketch_scale), &sketch_scale, sizeof(sketch_scale));
-  std::memcpy(page + layout.code_scales_offset + slot * sizeof(code_scale), &code_scale, sizeof(code_scale));
+  const size_t first_bytes = layout.sketch_token_bytes();
+  std::memcpy(FirstPlanesPlace(view, position, slot), packed, first_bytes);
+  std::memcpy(SketchScalePlace(view, position, slot), &sketch_scale, sizeof(sketch_scale));
+  std::byte* record = RecordAt(view, position);
+  std::memcpy(record, &code_scale, PageLayout::kCodeScaleBytes);
+  std::memcpy(record + PageLayout::kCodeScaleBytes, packed + first_bytes,
+              layout.record_bytes_of(layout.planes) - PageLayout::kCodeScaleBytes);
   return true;
 }
 
 // Returns -1 or the dimension that cannot be held.
-int64_t WriteKey(const RowKernels& rows, const WriteTokensItem& item, uint32_t token) {
+int64_t WriteKey(const RowKernels& rows, const WriteTokensItem& item, uint32_t token, SketchSlots& slots) {
   const HeadView& view = item.view;
   const uint32_t head_dim = view.layout.head_dim;
   const uint32_t page = (item.first_position + token) / kPageTokens;
@@ -39,7 +42,8 @@ int64_t WriteKey(const RowKernels& rows, const WriteTokensItem& item, uint32_t t
   float key[kDimMax];
   LoadRow(rows, item.keys + token * item.key_stride, item.dtype, key, head_dim);
   if (!view.raw() && KeysAreCoded(view.layout.format)) {
-    return WriteCodedKey(rows, view, key, view.pages[page], slot) ? -1 : 0;
+    const uint32_t position = item.first_position + token;
+    return WriteCodedKey(rows, view, key, position, slots.SlotOf(position)) ? -1 : 0;
   }
   const DType dtype = view.raw() ? view.raw_dtype : FloatType(view.layout.format);
   std::byte* keys = view.raw() ? view.raw_pages[page] : view.pages[page] + view.layout.keys_offset;
@@ -57,34 +61,48 @@ int64_t WriteValue(const RowKernels& rows, const WriteTokensItem& item, uint32_t
   return rows.encode_value(value, layout.value_dim, ValueBits(layout.format), row);
 }
 
+// Codes keys at the places where they lie one after another, as many of [token, end) as the loop takes. Returns the
+// first one left.
+uint32_t WriteKeyRun(const RowKernels& rows, const WriteTokensItem& item, uint32_t token, uint32_t end,
+                     SketchSlots& slots) {
+  const HeadView& view = item.view;
+  const PageLayout& layout = view.layout;
+  const uint32_t position = item.first_position + token, count = end - token;
+  const BlockOrder order(view.order, position / kSketchTokens);
+  // Positions that once were in clusters and come again: their slots lie apart.
+  const bool apart = order.clustered() && position % kSketchTokens < order.last();
+  std::byte planes[kPageTokens * 2 * (kDimMax / 8)], scales[kPageTokens * sizeof(uint16_t)];
+  const uint32_t slot = position % kSketchTokens;
+  const uint32_t done = rows.encode_keys({.keys = item.keys + token * item.key_stride,
+                                          .stride = item.key_stride,
+                                          .dtype = item.dtype,
+                                          .tokens = count,
+                                          .head_dim = layout.head_dim,
+                                          .planes = layout.planes,
+                                          .first_planes = layout.first_planes,
+                                          .mean = view.mean,
+                                          .signs = view.signs,
+                                          .first = apart ? planes : FirstPlanesPlace(view, position, slot),
+                                          .sketch_scales = apart ? scales : SketchScalePlace(view, position, slot),
+                                          .records = RecordAt(view, position),
+                                          .record_bytes = layout.record_bytes});
+  for (uint32_t n = 0; apart && n < done; ++n) {
+    const uint32_t own = slots.SlotOf(position + n), bytes = layout.sketch_token_bytes();
+    std::memcpy(FirstPlanesPlace(view, position, own), planes + size_t{n} * bytes, bytes);
+    std::memcpy(SketchScalePlace(view, position, own), scales + n * sizeof(uint16_t), sizeof(uint16_t));
+  }
+  return token + done;
+}
+
 // Tokens [begin, end) lie in one page. Both return the first bad element of the item, or -1.
 int64_t WritePageKeys(const RowKernels& rows, const WriteTokensItem& item, uint32_t begin, uint32_t end) {
-  const PageLayout& layout = item.view.layout;
-  const bool coded = !item.view.raw() && KeysAreCoded(layout.format);
-  std::byte* page = item.view.pages[(item.first_position + begin) / kPageTokens];
-  for (uint32_t token = begin; token < end;) {
-    if (coded) {
-      const size_t slot = (item.first_position + token) % kPageTokens;
-      const size_t first_bytes = size_t{layout.first_planes} * layout.plane_bytes;
-      const size_t rest_bytes = size_t{layout.planes - layout.first_planes} * layout.plane_bytes;
-      token += rows.encode_keys({.keys = item.keys + token * item.key_stride,
-                                 .stride = item.key_stride,
-                                 .dtype = item.dtype,
-                                 .tokens = end - token,
-                                 .head_dim = layout.head_dim,
-                                 .planes = layout.planes,
-                                 .first_planes = layout.first_planes,
-                                 .mean = item.view.mean,
-                                 .signs = item.view.signs,
-                                 .first = page + layout.first_planes_offset + slot * first_bytes,
-                                 .rest = page + layout.rest_planes_offset + slot * rest_bytes,
-                                 .sketch_scales = page + layout.sketch_scales_offset + slot * sizeof(uint16_t),
-                                 .code_scales = page + layout.code_scales_offset + slot * sizeof(uint16_t)});
-      if (token == end) break;
-    }
-    const int64_t dimension = WriteKey(rows, item, token);
-    if (dimension >= 0) return int64_t{token} * layout.head_dim + dimension;
-    ++token;
+  const bool coded = !item.view.raw() && KeysAreCoded(item.view.layout.format);
+  SketchSlots slots(item.view, false);
+  for (uint32_t token = begin; token < end; ++token) {
+    if (coded) token = WriteKeyRun(rows, item, token, end, slots);
+    if (token == end) break;
+    const int64_t dimension = WriteKey(rows, item, token, slots);
+    if (dimension >= 0) return int64_t{token} * item.view.layout.head_dim + dimension;
   }
   return -1;
 }

@@ -205,20 +205,19 @@ class Writer {
     const uint32_t token = begin - write.begin;
     const std::byte* keys = memory_.In(chunk.keys.data() + token * key_stride, (end - begin) * key_stride);
     const std::byte* values = memory_.In(chunk.values.data() + token * value_stride, (end - begin) * value_stride);
-    const uint32_t first_page = begin / kPageTokens;
+    const uint32_t first_block = begin / kSketchTokens, first = first_block * kSketchTokens;
     for (uint32_t h = 0; h < config.kv_heads; ++h) {
       Bad& bad = bad_.emplace_back(Bad{.write = &write, .kv_head = h, .token = token});
-      items_.push_back(
-          {.view = memory_.Stage(write.layer->Places(h, first_page, raw), Layer::page_count(end) - first_page),
-           .first_position = begin - first_page * kPageTokens,
-           .count = end - begin,
-           .keys = keys + h * key_bytes,
-           .values = values + h * value_bytes,
-           .key_stride = key_stride,
-           .value_stride = value_stride,
-           .dtype = chunk.dtype,
-           .bad_key_element = memory_.Out(&bad.key, 1),
-           .bad_value_element = memory_.Out(&bad.value, 1)});
+      items_.push_back({.view = memory_.Stage(write.layer->Places(h, first_block, raw), Layer::page_count(end - first)),
+                        .first_position = begin - first,
+                        .count = end - begin,
+                        .keys = keys + h * key_bytes,
+                        .values = values + h * value_bytes,
+                        .key_stride = key_stride,
+                        .value_stride = value_stride,
+                        .dtype = chunk.dtype,
+                        .bad_key_element = memory_.Out(&bad.key, 1),
+                        .bad_value_element = memory_.Out(&bad.value, 1)});
     }
   }
 

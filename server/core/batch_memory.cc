@@ -47,10 +47,10 @@ void BatchMemory::EnqueueCopyOut(void* host, const void* device, size_t bytes) {
   if (status_.ok()) status_ = status;
 }
 
-std::byte* const* BatchMemory::StageTable(std::byte* const* table, size_t page_count) {
+std::byte* const* BatchMemory::StageTable(std::byte* const* table, size_t count) {
   if (shares_host_memory_ || table == nullptr) return table;
-  const auto [entry, fresh] = tables_.try_emplace({table, page_count}, nullptr);
-  if (fresh) entry->second = In(table, page_count);
+  const auto [entry, fresh] = tables_.try_emplace({table, count}, nullptr);
+  if (fresh) entry->second = In(table, count);
   return entry->second;
 }
 
@@ -58,6 +58,9 @@ HeadView BatchMemory::Stage(const HeadView& view, size_t page_count) {
   HeadView staged = view;
   staged.pages = StageTable(view.pages, page_count);
   staged.raw_pages = StageTable(view.raw_pages, page_count);
+  const size_t sketch_count = CeilDiv(page_count, size_t{kSketchTokens / kPageTokens});
+  staged.sketches = StageTable(view.sketches, sketch_count);
+  staged.order.blocks = StageTable(view.order.blocks, sketch_count);
   return staged;
 }
 

@@ -56,7 +56,7 @@ class BatchMemory {
   void CopyOut(T* host, const T* device, size_t count) {
     EnqueueCopyOut(host, device, count * sizeof(T));
   }
-  // The view with its page tables, [page_count], where the device reads them. Equal tables are staged once.
+  // The view with its tables, of `page_count` pages, where the device reads them. Equal tables are staged once.
   HeadView Stage(const HeadView& view, size_t page_count);
 
   bool shares_host_memory() const { return shares_host_memory_; }
@@ -95,7 +95,7 @@ class BatchMemory {
   const void* StageIn(const void* host, size_t bytes);
   void* StageOut(void* host, size_t bytes);
   void EnqueueCopyOut(void* host, const void* device, size_t bytes);
-  std::byte* const* StageTable(std::byte* const* table, size_t page_count);
+  std::byte* const* StageTable(std::byte* const* table, size_t count);
 
   LaneDevice device_;
   const bool shares_host_memory_;

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "kernels/base/check.h"
+#include "kernels/base/status_macros.h"
 #include "server/core/limits.h"
 
 namespace ctkvr {
@@ -42,6 +43,8 @@ LayerRequests PlanLayer(const LayerConfig& layer, const SessionConfig& session, 
   LayerRequests requests;
   requests.pages = plan.Add(layout.page_bytes, layer.kv_heads * Layer::page_count(session.token_limit));
   if (KeysAreCoded(layer.format)) {
+    const size_t sketches = Layer::sketch_count(session.token_limit) + (spares.clusters ? 1 : 0);
+    requests.sketches = plan.Add(layout.sketch_bytes, layer.kv_heads * sketches);
     const uint32_t raw_tokens = std::min(session.token_limit, CodingLength(layer));
     requests.raw_pages =
         plan.AddAlone(RawPageBytes(layer, session.dtype), layer.kv_heads * Layer::page_count(raw_tokens));
@@ -51,7 +54,8 @@ LayerRequests PlanLayer(const LayerConfig& layer, const SessionConfig& session, 
     requests.index = PlanIndex(MakeIndexShape(layer, session.token_limit), spares.index, plan);
   }
   if (layer.tokens_per_cluster > 0) {
-    requests.clusters = PlanClusters(MakeClusterShape(layer, session.token_limit), spares.clusters, plan);
+    const ClusterShape shape = MakeClusterShape(layer, session.token_limit, session.first_planes);
+    requests.clusters = PlanClusters(shape, spares.clusters, plan);
   }
   return requests;
 }
@@ -102,20 +106,29 @@ HeadView Layer::View(uint32_t kv_head) const {
 void Layer::Grow(uint32_t length) {
   for (Head& head : heads_) {
     GrowTable(*memory_.pages, head.pages, head.page_table, page_count(length));
+    if (coded()) GrowTable(*memory_.sketches, head.sketches, head.sketch_table, sketch_count(length));
     if (!raw()) continue;
     GrowTable(*memory_.raw_pages, head.raw_pages, head.raw_table, page_count(std::min(length, coding_length())));
   }
 }
 
-HeadView Layer::Places(uint32_t kv_head, uint32_t first_page, bool raw) const {
+HeadView Layer::Places(uint32_t kv_head, uint32_t first_block, bool raw) const {
   const Head& head = heads_[kv_head];
+  const size_t first_page = size_t{first_block} * (kSketchTokens / kPageTokens);
   HeadView view{.layout = layout_,
                 .pages = head.page_table.data() + first_page,
+                .sketches = coded() ? head.sketch_table.data() + first_block : nullptr,
+                .order = {},
                 .raw_pages = raw ? head.raw_table.data() + first_page : nullptr,
                 .raw_dtype = dtype_,
                 .mean = nullptr,
                 .signs = memory_.signs,
                 .length = 0};
+  if (has_codes() && clusters_.has_value()) {
+    view.order = clusters_->order(kv_head);
+    view.order.blocks += first_block;
+    view.order.begin -= std::min(view.order.begin, first_block * kSketchTokens);
+  }
   if (coded() && mean_block_) {
     view.mean = reinterpret_cast<const float*>(mean_block_.data()) + size_t{kv_head} * config_.head_dim;
   }
@@ -151,12 +164,48 @@ void Layer::Shrink(uint32_t length) {
   for (Head& head : heads_) {
     ShrinkTable(head.pages, head.page_table, page_count(length));
     ShrinkTable(head.raw_pages, head.raw_table, page_count(length));
+    ShrinkTable(head.sketches, head.sketch_table, sketch_count(length));
   }
+}
+
+absl::Status Layer::ClusterStep(LaneDevice device, uint32_t end) {
+  CTKVR_RETURN_IF_ERROR(clusters_->Step(device, View(clusters_->next_head()), end));
+  if (!clusters_->built()) return absl::OkStatus();
+  std::vector<Block> sketches;
+  if (has_codes()) {
+    if (absl::Status status = ArrangeSketches(device, sketches); !status.ok()) {
+      clusters_->Drop();
+      return status;
+    }
+  }
+  const uint32_t index = clusters_->Publish();
+  for (size_t h = 0; h < sketches.size(); ++h) {
+    heads_[h].sketch_table[index] = sketches[h].data();
+    heads_[h].sketches[index] = std::move(sketches[h]);
+  }
+  return absl::OkStatus();
+}
+
+// All in one step: what is appended between steps lies in the live blocks alone.
+absl::Status Layer::ArrangeSketches(LaneDevice device, std::vector<Block>& sketches) {
+  BatchMemory memory(device);
+  std::vector<ArrangeSketchItem> items;
+  for (uint32_t h = 0; h < config_.kv_heads; ++h) {
+    sketches.push_back(memory_.sketches->Take());
+    items.push_back(clusters_->Arrange(memory.Stage(View(h), page_count(length_)), h, sketches.back().data()));
+  }
+  if (memory.exhausted()) return memory.ExhaustedError("a maintenance step");
+  absl::Status status = memory.status();
+  if (status.ok()) status = device.backend.ArrangeSketch(device.stream, items);
+  if (status.ok()) status = memory.Finish();
+  if (!status.ok()) (void)memory.Settle();
+  return status;
 }
 
 void Layer::AddTo(MemoryInfo& memory) const {
   for (const Head& head : heads_) {
     memory.page_bytes += head.pages.size() * memory_.pages->block_bytes();
+    if (!head.sketches.empty()) memory.page_bytes += head.sketches.size() * memory_.sketches->block_bytes();
     if (!head.raw_pages.empty()) memory.raw_bytes += head.raw_pages.size() * memory_.raw_pages->block_bytes();
   }
   memory.state_bytes += mean_block_.bytes();

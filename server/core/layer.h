@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The stored tokens of one layer of one session: pages a KV head, the key mean, and the index and
+// The stored tokens of one layer of one session: pages and sketch blocks a KV head, the key mean, and the index and
 // key clusters where there are any.
 //
 // Keys of a coded format are raw (code generation 0) until the layer has held sink_tokens + limits::kMeanTokens tokens;
@@ -32,6 +32,7 @@ namespace ctkvr {
 // Which reservations a layer takes from.
 struct LayerRequests {
   size_t pages = MemoryPlan::kNone;
+  size_t sketches = MemoryPlan::kNone;   // coded keys alone
   size_t raw_pages = MemoryPlan::kNone;  // a request of its own: given back when the mean is fixed
   size_t mean = MemoryPlan::kNone;
   IndexRequests index;
@@ -51,6 +52,7 @@ class Layer {
   // keys are coded. `config` and `session` must outlive it too.
   struct Memory {
     Reservation* pages = nullptr;
+    Reservation* sketches = nullptr;
     Reservation* raw_pages = nullptr;
     Reservation* mean = nullptr;
     QueryIndex::Memory index;
@@ -66,6 +68,7 @@ class Layer {
   uint32_t length() const { return length_; }
   bool coded() const { return KeysAreCoded(config_.format); }
   bool raw() const { return coded() && code_generation_ == 0; }
+  bool has_codes() const { return coded() && !raw(); }
   uint32_t code_generation() const { return code_generation_; }
   // Tokens at which raw keys become codes.
   uint32_t coding_length() const;
@@ -81,12 +84,13 @@ class Layer {
   // The visible tokens of a KV head, page tables in host memory: [page_count(length)].
   HeadView View(uint32_t kv_head) const;
   static size_t page_count(uint32_t tokens) { return (size_t{tokens} + kPageTokens - 1) / kPageTokens; }
+  static size_t sketch_count(uint32_t tokens) { return (size_t{tokens} + kSketchTokens - 1) / kSketchTokens; }
 
   // ---- Writing ----
   // Makes places for positions below `length`. REQUIRES: within the token limit.
   void Grow(uint32_t length);
-  // Places of pages [first_page, ...): positions count from first_page * kPageTokens. `raw` chooses where keys go.
-  HeadView Places(uint32_t kv_head, uint32_t first_page, bool raw) const;
+  // Places of positions from first_block * kSketchTokens on, counted from there. `raw` chooses where keys go.
+  HeadView Places(uint32_t kv_head, uint32_t first_block, bool raw) const;
   // Where FitMean puts the mean of a KV head, [head_dim].
   float* MeanPlace(uint32_t kv_head);
   // From now on keys are codes about `mean` [kv_heads, head_dim], which the device holds already. Gives raw pages back.
@@ -102,6 +106,10 @@ class Layer {
   SlotTable* slot_table() { return slot_table_.has_value() ? &*slot_table_ : nullptr; }
   const SlotTable* slot_table() const { return slot_table_.has_value() ? &*slot_table_ : nullptr; }
   static size_t SlotTablesBytes(const LayerConfig& config, uint32_t cache_slots);
+  // One KV head of a block of key clusters that reaches to `end` at most; with the last one, the block is live, and its
+  // sketch blocks lie in its order. After an error all is as it was, and the block is dropped.
+  // REQUIRES: clusters() != nullptr, !raw(), and as KeyClusters::Step.
+  absl::Status ClusterStep(LaneDevice device, uint32_t end);
   KeyClusters* clusters() { return clusters_.has_value() ? &*clusters_ : nullptr; }
   const KeyClusters* clusters() const { return clusters_.has_value() ? &*clusters_ : nullptr; }
   // Null where the session takes no tags. Length is the layer's.
@@ -116,8 +124,12 @@ class Layer {
     std::vector<std::byte*> page_table;
     std::vector<Block> raw_pages;
     std::vector<std::byte*> raw_table;
+    std::vector<Block> sketches;
+    std::vector<std::byte*> sketch_table;
   };
   void Shrink(uint32_t length);
+  // Sketch blocks of all KV heads in the order of the block that is built.
+  absl::Status ArrangeSketches(LaneDevice device, std::vector<Block>& sketches);
 
   const LayerConfig& config_;
   const DType dtype_;  // of the session's tensors, and so of raw keys

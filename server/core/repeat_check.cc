@@ -65,6 +65,7 @@ class WindowCheck {
   HeadView ScratchView(BatchMemory& memory, size_t pages, uint32_t length) {
     HeadView view = layer_.View(kv_head_);
     view.length = length;
+    view.order = {};
     table_.clear();
     raw_table_.clear();
     for (size_t i = 0; i < pages; ++i) {
@@ -72,7 +73,12 @@ class WindowCheck {
       if (!view.raw()) continue;
       raw_table_.push_back(memory.Take<std::byte>(size_t{kPageTokens} * layer_.key_bytes()));
     }
+    sketch_table_.clear();
+    for (size_t i = 0; layer_.coded() && i < Layer::sketch_count(length); ++i) {
+      sketch_table_.push_back(memory.Take<std::byte>(layer_.layout().sketch_bytes));
+    }
     view.pages = table_.data();
+    view.sketches = sketch_table_.data();
     if (view.raw()) view.raw_pages = raw_table_.data();
     return memory.Stage(view, pages);
   }
@@ -149,7 +155,7 @@ class WindowCheck {
   const uint32_t kv_head_;
   uint32_t count_ = 0;
   size_t key_row_bytes_ = 0, value_row_bytes_ = 0;
-  std::vector<std::byte*> table_, raw_table_;
+  std::vector<std::byte*> table_, raw_table_, sketch_table_;
   std::vector<uint32_t> stored_tokens_, again_tokens_;
   Rows stored_rows_, again_rows_;
   int64_t bad_key_ = -1, bad_value_ = -1;

@@ -81,7 +81,7 @@ class SetBuilder {
   }
 
   // Keeps the best k beside the always-included tokens, without the filters of the last selection.
-  SelectTokensItem MakeSelect(const Tokens& tokens, const float* scores, uint32_t k, uint32_t* chosen_count) {
+  SelectTokensItem MakeSelect(const Tokens& tokens, const float* scores, uint32_t k) {
     const LayerConfig& config = layer_.config();
     const uint32_t chosen_max =
         static_cast<uint32_t>(std::min<uint64_t>(tokens.count_max, uint64_t{k} + set_.plan->always));
@@ -101,14 +101,30 @@ class SetBuilder {
                                            : GroupReduction::kSumSoftmax,
                           .min_score = -std::numeric_limits<float>::infinity(),
                           .policy = policy_,
-                          .chosen = memory_.Take<uint32_t>(chosen_max),
-                          .chosen_count = chosen_count,
                           .chosen_stride = chosen_max,
                           .workspace = workspace_};
     if (!config.softmax.sink_logits.empty()) {
       item.softmax.sink_logits = memory_.In(config.softmax.sink_logits.data() + set_.first_q_head, heads_);
     }
     return item;
+  }
+  // The same, and the host sees what is kept.
+  SelectTokensItem MakeSelect(const Tokens& tokens, const float* scores, uint32_t k, TokenList& kept) {
+    SelectTokensItem item = MakeSelect(tokens, scores, k);
+    item.chosen = TakeList(item.chosen_stride, kept);
+    item.chosen_count = memory_.Out(&kept.count, 1);
+    return item;
+  }
+  uint32_t* TakeList(size_t count, TokenList& list) {
+    uint32_t* tokens = nullptr;
+    if (memory_.shares_host_memory()) {
+      list.data = tokens = memory_.Take<uint32_t>(count);
+    } else {
+      list.copy.resize(count);
+      list.data = list.copy.data();
+      tokens = memory_.Out(list.copy.data(), count);
+    }
+    return tokens;
   }
   static Tokens ChosenOf(const SelectTokensItem& select) {
     return {.tokens = select.chosen,
@@ -126,9 +142,10 @@ class SetBuilder {
                  .end = plan.end,
                  .estimates = estimates,
                  .stride = plan.visible()};
-    SelectTokensItem& first = plan.survivors == 0 ? set_.select_candidates : set_.select_survivors;
+    const bool once = plan.survivors == 0;
+    SelectTokensItem& first = once ? set_.select_candidates : set_.select_survivors;
     first =
-        MakeSelect(all, estimates, plan.survivors == 0 ? plan.candidates : plan.survivors, memory_.Take<uint32_t>(1));
+        MakeSelect(all, estimates, once ? plan.candidates : plan.survivors, once ? set_.candidates : set_.survivors);
     first.softmax.scale *= limits::kScanFlatness[view_.layout.first_planes - 1];
     if (plan.survivors > 0) {
       const Tokens survivors = ChosenOf(set_.select_survivors);
@@ -141,14 +158,13 @@ class SetBuilder {
                      .count_max = survivors.count_max,
                      .estimates = refined,
                      .stride = survivors.count_max};
-      set_.select_candidates = MakeSelect(survivors, refined, plan.candidates, memory_.Take<uint32_t>(1));
+      set_.select_candidates = MakeSelect(survivors, refined, plan.candidates, set_.candidates);
     }
     if (item_.policies->dedup_similarity.has_value()) {
       set_.select_candidates.policy.redundant_view = &set_.scan.view;
       set_.select_candidates.policy.redundant_bits =
           RedundantBits(*item_.policies->dedup_similarity, layer_.config().head_dim);
     }
-    set_.select_candidates.chosen_count = memory_.Out(&set_.candidates, 1);
     scored_ = ChosenOf(set_.select_candidates);
   }
 
@@ -177,8 +193,8 @@ class SetBuilder {
                   .end = plan.end,
                   .force_below = plan.force_below,
                   .force_from = plan.force_from,
-                  .tokens = memory_.Take<uint32_t>(plan.scored_max),
-                  .count = memory_.Out(&set_.merged, 1),
+                  .tokens = TakeList(plan.scored_max, set_.candidates),
+                  .count = memory_.Out(&set_.candidates.count, 1),
                   .workspace = memory_.Take<std::byte>(MergeCandidatesWorkspaceBytes(plan.begin, plan.end))};
     scored_ = {.tokens = set_.merge.tokens, .count = set_.merge.count, .count_max = plan.scored_max};
   }
@@ -197,7 +213,9 @@ class SetBuilder {
 
   void BuildSelect() {
     const Selection& used = item_.plan.used;
-    set_.select = MakeSelect(scored_, set_.score.scores, set_.plan->k_tokens, memory_.Out(&set_.chosen, 1));
+    set_.select = MakeSelect(scored_, set_.score.scores, set_.plan->k_tokens);
+    set_.select.chosen = memory_.Take<uint32_t>(set_.select.chosen_stride);
+    set_.select.chosen_count = memory_.Out(&set_.chosen, 1);
     if (used.min_score.has_value()) set_.select.min_score = *used.min_score;
     set_.select.min_share = used.min_share;
     set_.select.top_p = used.top_p;
@@ -263,7 +281,7 @@ class SetBuilder {
         .softmax = {.scale = config.softmax.scale, .softcap = config.softmax.softcap},
         .output = memory_.Out(OutputPlace(remainder, set_), size_t{heads_} * config.value_dim),
         .log_sum_exp = memory_.Out(LogSumExpPlace(remainder, set_), heads_),
-        .value_means_read = memory_.Out(&set_.value_means_read, 1),
+        .lines_read = memory_.Out(&set_.rest_lines, 1),
         .workspace = memory_.Take<std::byte>(EstimateRestWorkspaceBytes(clusters.layout(), heads_, begin, end))};
   }
 
@@ -322,69 +340,17 @@ PrepareQueriesItem MakePrepare(BatchMemory& memory, const Layer& layer, const He
   return item;
 }
 
-namespace {
-
-// Means, scales and counts of every cluster, values where weight lies, and the member of each token taken out.
-uint64_t RestBytes(const RetrievalSet& set) {
-  if (!set.estimates()) return 0;
-  const EstimateRestItem& rest = set.rest;
-  const ClusterLayout& layout = rest.layout;
-  const uint64_t blocks = ClusterBlocks(rest.begin, rest.end);
-  const uint32_t out_of_sight = (std::clamp(rest.visible_begin, rest.begin, rest.end) - rest.begin) +
-                                (rest.end - std::clamp(rest.visible_end, rest.begin, rest.end));
-  const uint64_t centre_bytes = layout.coded ? 0 : layout.head_dim * sizeof(float);
-  return blocks * (layout.clusters * (layout.head_dim + sizeof(float) + sizeof(uint16_t)) + centre_bytes) +
-         set.value_means_read * (layout.value_dim + sizeof(float)) + set.chosen + out_of_sight;
-}
-
-uint64_t ChoosingBytes(const RetrievalSet& set) {
-  const Layer& layer = *set.item->layer;
-  const PositionPlan& plan = *set.plan;
-  const PageLayout& layout = layer.layout();
-  const uint64_t visible = plan.visible();
-  const uint64_t key_bytes = layer.key_bytes();
-  const auto planes_bytes = [&](uint64_t planes) { return planes * layout.plane_bytes + sizeof(uint16_t); };
-  switch (plan.path) {
-    case Path::kEmpty:
-      return 0;
-    case Path::kDense:
-      return set.scores() ? visible * key_bytes : 0;
-    case Path::kExact:
-      return visible * key_bytes;
-    case Path::kSketch: {
-      uint64_t bytes = visible * planes_bytes(layout.first_planes) + set.candidates * key_bytes;
-      if (plan.survivors > 0) {
-        const uint64_t refined = std::min<uint64_t>(visible, uint64_t{plan.survivors} + plan.always);
-        bytes += refined * planes_bytes(set.item->plan.used.refine_planes);
-      }
-      return bytes;
-    }
-    case Path::kCentroids: {
-      const IndexSet::Head& head = layer.index()->live()->heads[set.kv_head];
-      uint64_t bytes =
-          head.centroids.size() * layer.config().group_heads() * layer.config().head_dim * sizeof(uint16_t);
-      for (uint32_t list : set.selected_lists) bytes += head.list_counts[list] * sizeof(uint32_t);
-      return bytes + set.merged * key_bytes;
-    }
-  }
-  return 0;
-}
-
-}  // namespace
-
 void AddStages(const RetrievalSet& set, Explanation& explanation) {
   const PositionPlan& plan = *set.plan;
   uint64_t scanned = plan.visible(), survivors = scanned, candidates = scanned;
   if (set.is(Path::kSketch)) candidates = plan.scored_max;
   if (set.is(Path::kSketch) && plan.survivors > 0) survivors = std::min(plan.visible(), plan.survivors + plan.always);
-  if (set.is(Path::kCentroids)) scanned = survivors = candidates = set.merged;
+  if (set.is(Path::kCentroids)) scanned = survivors = candidates = set.candidates.count;
   explanation.scanned += scanned;
   explanation.survivors += survivors;
   explanation.candidates += candidates;
   explanation.scored += set.scores() ? candidates : 0;
   explanation.chosen += set.chosen;
 }
-
-uint64_t BytesRead(const RetrievalSet& set) { return ChoosingBytes(set) + RestBytes(set); }
 
 }  // namespace ctkvr

@@ -51,6 +51,15 @@ struct RetrievalItem {
   bool wants_attention() const { return options().mode == AnswerMode::kAttention; }
 };
 
+// Tokens that the device lists and the host reads once they have arrived.
+struct TokenList {
+  const uint32_t* data = nullptr;
+  uint32_t count = 0;
+  std::vector<uint32_t> copy;  // where the device does not share the host's memory
+
+  std::span<const uint32_t> tokens() const { return {data, count}; }
+};
+
 // One set at work: its operations, and what they leave for the host. Stays where it is until its round is over.
 struct RetrievalSet {
   RetrievalItem* item = nullptr;
@@ -75,11 +84,11 @@ struct RetrievalSet {
 
   // Host side of what the device reads and writes.
   uint32_t visible = 0;
-  uint32_t merged = 0;
-  uint32_t candidates = 0;  // kSketch: scored
+  TokenList survivors;   // kSketch: after the first pass, where a second one follows
+  TokenList candidates;  // kSketch, kCentroids: the tokens scored
   uint32_t chosen = 0;
   uint64_t overflow = 0;
-  uint32_t value_means_read = 0;
+  uint64_t rest_lines = 0;
   std::vector<uint32_t> all_tokens;   // dense with rows
   std::vector<uint32_t> host_tokens;  // new rows: the chosen tokens, then those whose rows the worker lacks
   uint32_t missing = 0;               // how many those are
@@ -115,9 +124,5 @@ float* LogSumExpPlace(PartialAttention& attention, const RetrievalSet& set);
 
 // Adds what the set's stages read to the counts of an explanation. REQUIRES: counts have arrived.
 void AddStages(const RetrievalSet& set, Explanation& explanation);
-
-// Bytes of planes, scales, keys, lists, centroids and clusters that were read, whole elements.
-// REQUIRES: counts have arrived.
-uint64_t BytesRead(const RetrievalSet& set);
 
 }  // namespace ctkvr

@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/base/status_macros.h"
+#include "server/core/bytes_read.h"
 #include "server/core/context.h"
 #include "server/core/error.h"
 #include "server/core/observer.h"

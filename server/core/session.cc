@@ -33,8 +33,8 @@ SessionPlan PlanSession(const SessionConfig& config) {
     LayerSpares spares;
     spares.index =
         layer.query_centroids.centroids > 0 && index_spares.insert(MakeIndexShape(layer, config.token_limit)).second;
-    spares.clusters =
-        layer.tokens_per_cluster > 0 && cluster_spares.insert(MakeClusterShape(layer, config.token_limit)).second;
+    spares.clusters = layer.tokens_per_cluster > 0 &&
+                      cluster_spares.insert(MakeClusterShape(layer, config.token_limit, config.first_planes)).second;
     requests = PlanLayer(layer, config, spares, plan.memory);
     if (KeysAreCoded(layer.format) && !plan.signs.contains(layer.head_dim)) {
       const size_t bytes = sizeof(float) * RotationRounds(layer.head_dim) * layer.head_dim;
@@ -104,6 +104,7 @@ void Session::MakeLayers(const std::vector<LayerRequests>& requests, const std::
     if (config().layers[i].absent) continue;
     layer = std::make_unique<Layer>(config().layers[i], config(),
                                     Layer::Memory{.pages = At(reservations_, request.pages),
+                                                  .sketches = At(reservations_, request.sketches),
                                                   .raw_pages = At(reservations_, request.raw_pages),
                                                   .mean = At(reservations_, request.mean),
                                                   .index = {.centroids = At(reservations_, request.index.centroids),
@@ -286,7 +287,7 @@ absl::Status Session::ClusterStep(LaneDevice device, uint32_t layer) {
   // As BuildEnd: of its own accord, short of the positions that a client may still query.
   const bool wanted = state.wanted_clustered > std::max(clusters.clustered_length(), clusters.begin());
   const uint32_t end = held.length() - (wanted ? 0 : std::min(held.length(), limits::kQueryPositionsMax));
-  const absl::Status status = clusters.Step(device, held.View(clusters.next_head()), end);
+  const absl::Status status = held.ClusterStep(device, end);
   if (!status.ok()) {
     state.wanted_clustered = 0;
     state.failed_clustered = held.length();

@@ -79,7 +79,7 @@ void AddWork(const Stats& stats, Page& page) {
                        static_cast<double>(stats.retrievals[i].load()));
   }
   page.Counter("ctkvr_chosen_tokens_total", "Tokens chosen, summed over sets.", stats.chosen_tokens);
-  page.Counter("ctkvr_scanned_bytes_total", "Bytes of keys, scales and lists read to choose.", stats.bytes_read);
+  page.Counter("ctkvr_scanned_bytes_total", "Bytes read to choose, in whole lines of 64.", stats.bytes_read);
   page.Counter("ctkvr_row_bytes_total", "Bytes of key and value rows answered.", stats.row_bytes);
   page.Counter("ctkvr_batches_total", "Batches that lanes ran.", stats.batches);
   page.Counter("ctkvr_batch_items_total", "Steps in those batches.", stats.batch_items);

@@ -138,7 +138,8 @@ void ReportMemory(Bed& bed) {
       "Get", [&](Callback<SessionInfo> done) { bed.engine->Get({.id = "memory"}, {}, std::move(done)); });
   const PageLayout layout = MakePageLayout(Format::kK8V4, kHeadDim, kHeadDim, info.config.first_planes);
   const uint64_t pages = uint64_t{kKvHeads} * ((bed.options.tokens + kPageTokens - 1) / kPageTokens);
-  const uint64_t formula = pages * layout.page_bytes;
+  const uint64_t blocks = uint64_t{kKvHeads} * ((bed.options.tokens + kSketchTokens - 1) / kSketchTokens);
+  const uint64_t formula = pages * layout.page_bytes + blocks * layout.sketch_bytes;
   const double fp32 = 8.0 * kHeadDim * kKvHeads * bed.options.tokens;
   std::printf(
       "memory of %u tokens, MiB: pages by the formula %.1f; session holds %.1f in pages, %.1f raw, %.1f index, "
@@ -168,7 +169,8 @@ void AddLines(Bed& bed) {
   });
   // Keys and values read, pages written.
   const PageLayout layout = MakePageLayout(Format::kK8V4, kHeadDim, kHeadDim, SessionConfig().first_planes);
-  const double written = tokens * layout.page_bytes / kPageTokens;
+  const double written =
+      tokens * (layout.page_bytes / double{kPageTokens} + layout.sketch_bytes / double{kSketchTokens});
   Add(
       "append of the whole prompt", {.bytes = 2.0 * static_cast<double>(bytes) + written, .tokens = tokens},
       [&bed] {

@@ -25,13 +25,22 @@ class Store {
   Store(Backend& backend, Stream& stream, Format format, uint32_t first_planes, uint32_t tokens)
       : backend_(backend), stream_(stream), layout_(MakePageLayout(format, kHeadDim, kHeadDim, first_planes)) {
     const uint32_t pages = (tokens + kPageTokens - 1) / kPageTokens;
-    memory_ = std::make_unique<BigBuffer>(size_t{kKvHeads} * pages * layout_.page_bytes);
+    const uint32_t blocks = (tokens + kSketchTokens - 1) / kSketchTokens;
+    const size_t page_bytes = size_t{kKvHeads} * pages * layout_.page_bytes;
+    memory_ = std::make_unique<BigBuffer>(page_bytes + size_t{kKvHeads} * blocks * layout_.sketch_bytes);
     signs_ = RotationSigns(kHeadDim, 7);
     pages_.resize(size_t{kKvHeads} * pages);
     for (size_t i = 0; i < pages_.size(); ++i) pages_[i] = memory_->data() + i * layout_.page_bytes;
+    sketches_.resize(size_t{kKvHeads} * blocks);
+    for (size_t i = 0; i < sketches_.size(); ++i) {
+      sketches_[i] = memory_->data() + page_bytes + i * layout_.sketch_bytes;
+    }
     views_.resize(kKvHeads);
     for (uint32_t h = 0; h < kKvHeads; ++h) {
-      views_[h] = {.layout = layout_, .pages = &pages_[size_t{h} * pages], .length = tokens};
+      views_[h] = {.layout = layout_,
+                   .pages = &pages_[size_t{h} * pages],
+                   .sketches = &sketches_[size_t{h} * blocks],
+                   .length = tokens};
       if (KeysAreCoded(format)) {
         views_[h].mean = mean_.data();
         views_[h].signs = signs_.data();
@@ -107,7 +116,7 @@ class Store {
   std::unique_ptr<BigBuffer> memory_;
   std::vector<float> signs_;
   std::vector<float> mean_ = std::vector<float>(kHeadDim, 0.0f);
-  std::vector<std::byte*> pages_;
+  std::vector<std::byte*> pages_, sketches_;
   std::vector<HeadView> views_;
   std::vector<PreparedQuery> queries_;
   std::vector<float> floats_;

@@ -75,6 +75,16 @@ class GatherRowsConformance : public OpConformance {
   }
 };
 
+TEST_P(GatherRowsConformance, BlocksInClusterOrderAreReadByPosition) {
+  for (const uint32_t clusters : {64u, 128u}) {
+    const StoredHead head({.head_dim = 64, .value_dim = 16, .tokens = 2200, .order_clusters = clusters}, clusters);
+    FillValues(head, 3);
+    for (const RowFormat row_format : {RowFormat::kStorage, RowFormat::kF32}) {
+      ASSERT_NO_FATAL_FAILURE(Check(head, row_format, {0, 5, 99, 600, 1023, 1024, 1999, 2048, 2111, 2199}, 10));
+    }
+  }
+}
+
 TEST_P(GatherRowsConformance, RowsOfEveryFormatAreThoseOfTheOracle) {
   uint32_t turn = 0;
   for (const Format format : kAllFormats) {

@@ -69,6 +69,12 @@ StoredHead::StoredHead(const StoreOptions& options, uint64_t salt)
     raw_pointers_.push_back(raw_pages_.back().get());
   }
   if (KeysAreCoded(options.format)) {
+    for (uint32_t block = 0; block * kSketchTokens < options.tokens; ++block) {
+      sketches_.push_back(std::make_unique<std::byte[]>(layout_.sketch_bytes));
+      std::memset(sketches_.back().get(), 0x5a, layout_.sketch_bytes);
+      sketch_pointers_.push_back(sketches_.back().get());
+      MakeOrder(block, salt + 7 * block);
+    }
     for (const double sign : oracle::Signs(options.head_dim, salt)) signs_.push_back(static_cast<float>(sign));
     mean_ = RandomFloats(options.head_dim, salt + 1);
   }
@@ -80,6 +86,50 @@ StoredHead::StoredHead(const StoreOptions& options, uint64_t salt)
   for (uint32_t token = 0; token < options.tokens; ++token) keys_.push_back(oracle::KeyAt(view(), token));
 }
 
+// Some tokens after the first and before the last that could be in clusters are in none, and clusters may be empty.
+void StoredHead::MakeOrder(uint32_t index, uint64_t salt) {
+  const size_t base = slots_.size();
+  for (uint32_t slot = 0; slot < kSketchTokens; ++slot) slots_.push_back(slot);
+  order_pointers_.push_back(nullptr);
+  if (options_.order_clusters == 0) return;
+  const bool packed = options_.order_clusters <= 64;
+  const uint32_t ends_bytes = 2 * options_.order_clusters;
+  order_ = {.begin = options_.order_begin,
+            .clusters = options_.order_clusters,
+            .ends_offset = 0,
+            .places_offset = ends_bytes,
+            .members_offset = packed ? 0 : ends_bytes + 2 * kSketchTokens};
+  if (index % 3 == 1) return;
+  std::mt19937_64 random = MakeRandom(salt);
+  const uint32_t begin = index * kSketchTokens;
+  const uint32_t first = options_.order_begin > begin ? options_.order_begin - begin : 0;
+  const uint32_t last = index % 3 == 2 ? kSketchTokens : first + 100 + random() % (kSketchTokens - first - 99);
+  std::vector<std::vector<uint32_t>> clusters(options_.order_clusters);
+  std::vector<uint16_t> places, ends;
+  std::vector<uint8_t> members(kSketchTokens, 0xee);
+  for (uint32_t offset = first; offset < last; ++offset) {
+    members[offset] = static_cast<uint8_t>(random() % options_.order_clusters / (1 + random() % 3));
+    clusters[members[offset]].push_back(offset);
+  }
+  for (uint32_t offset = 0; offset < first; ++offset) places.push_back(static_cast<uint16_t>(offset));
+  for (const std::vector<uint32_t>& cluster : clusters) {
+    for (const uint32_t offset : cluster) {
+      slots_[base + offset] = static_cast<uint32_t>(places.size());
+      places.push_back(static_cast<uint16_t>(offset));
+    }
+    ends.push_back(static_cast<uint16_t>(places.size()));
+  }
+  for (uint32_t offset = last; offset < kSketchTokens; ++offset) places.push_back(static_cast<uint16_t>(offset));
+  for (uint32_t offset = first; packed && offset < last; ++offset) {
+    places[offset] = static_cast<uint16_t>(places[offset] | members[offset] << 10);
+  }
+  orders_.push_back(std::make_unique<std::byte[]>(ends_bytes + 2 * kSketchTokens + (packed ? 0 : kSketchTokens)));
+  order_pointers_.back() = orders_.back().get();
+  std::memcpy(order_pointers_.back(), ends.data(), ends_bytes);
+  std::memcpy(order_pointers_.back() + order_.places_offset, places.data(), 2 * kSketchTokens);
+  if (!packed) std::memcpy(order_pointers_.back() + order_.members_offset, members.data(), kSketchTokens);
+}
+
 void StoredHead::WriteCoded(uint32_t token, uint64_t row_seed) {
   std::mt19937_64 random = MakeRandom(row_seed);
   std::vector<std::byte> planes(size_t{layout_.planes} * layout_.plane_bytes);
@@ -89,13 +139,14 @@ void StoredHead::WriteCoded(uint32_t token, uint64_t row_seed) {
   const bool zero = options_.pattern == KeyPattern::kZero;
   sketch_scales_[token] = zero ? 0 : RandomScale(random);
   code_scales_[token] = zero ? 0 : RandomScale(random);
-  const size_t slot = token % kPageTokens, first_bytes = size_t{layout_.first_planes} * layout_.plane_bytes;
-  const size_t rest_bytes = planes.size() - first_bytes;
-  std::byte* page = page_pointers_[token / kPageTokens];
-  std::memcpy(page + layout_.first_planes_offset + slot * first_bytes, planes.data(), first_bytes);
-  std::memcpy(page + layout_.rest_planes_offset + slot * rest_bytes, planes.data() + first_bytes, rest_bytes);
-  std::memcpy(page + layout_.sketch_scales_offset + slot * 2, &sketch_scales_[token], 2);
-  std::memcpy(page + layout_.code_scales_offset + slot * 2, &code_scales_[token], 2);
+  const size_t slot = slots_[token], first_bytes = size_t{layout_.first_planes} * layout_.plane_bytes;
+  std::byte* sketch = sketch_pointers_[token / kSketchTokens];
+  std::memcpy(sketch + slot * first_bytes, planes.data(), first_bytes);
+  std::memcpy(sketch + layout_.sketch_scales_offset + slot * 2, &sketch_scales_[token], 2);
+  std::byte* record =
+      page_pointers_[token / kPageTokens] + layout_.records_offset + size_t{token % kPageTokens} * layout_.record_bytes;
+  std::memcpy(record, &code_scales_[token], 2);
+  std::memcpy(record + 2, planes.data() + first_bytes, planes.size() - first_bytes);
 }
 
 void StoredHead::WriteFloats(uint32_t token, uint64_t row_seed) {
@@ -108,8 +159,12 @@ void StoredHead::WriteFloats(uint32_t token, uint64_t row_seed) {
 }
 
 HeadView StoredHead::view() const {
+  SketchOrder order = order_;
+  if (options_.order_clusters > 0 && !order_pointers_.empty()) order.blocks = order_pointers_.data();
   return {.layout = layout_,
           .pages = page_pointers_.data(),
+          .sketches = sketch_pointers_.empty() ? nullptr : sketch_pointers_.data(),
+          .order = order,
           .raw_pages = options_.raw ? raw_pointers_.data() : nullptr,
           .raw_dtype = options_.raw_dtype,
           .mean = mean_.empty() ? nullptr : mean_.data(),

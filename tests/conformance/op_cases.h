@@ -58,10 +58,13 @@ struct StoreOptions {
   bool raw = false;  // keys of a coded format still as they came
   DType raw_dtype = DType::kF32;
   KeyPattern pattern = KeyPattern::kRandom;
+  // Clusters of made-up members, in whose order the sketch blocks lie, but for every third; 0: all in position order.
+  uint32_t order_clusters = 0;
+  uint32_t order_begin = 0;
 };
 
-// Pages of one KV head, filled byte by byte after formats.h. Each page is a heap block of its own, so that reading
-// beyond one shows under AddressSanitizer.
+// Pages and sketch blocks of one KV head, filled byte by byte after formats.h. Each is a heap block of its own, so that
+// reading beyond one shows under AddressSanitizer.
 class StoredHead {
  public:
   StoredHead(const StoreOptions& options, uint64_t salt);
@@ -76,13 +79,17 @@ class StoredHead {
   float CodeScaleAt(uint32_t token) const { return static_cast<float>(oracle::FromF16(code_scales_[token])); }
 
  private:
+  void MakeOrder(uint32_t index, uint64_t salt);
   void WriteCoded(uint32_t token, uint64_t row_seed);
   void WriteFloats(uint32_t token, uint64_t row_seed);
 
   StoreOptions options_;
   PageLayout layout_;
-  std::vector<std::unique_ptr<std::byte[]>> pages_, raw_pages_;
-  std::vector<std::byte*> page_pointers_, raw_pointers_;
+  std::vector<std::unique_ptr<std::byte[]>> pages_, raw_pages_, sketches_;
+  std::vector<std::unique_ptr<std::byte[]>> orders_;
+  std::vector<std::byte*> page_pointers_, raw_pointers_, sketch_pointers_, order_pointers_;
+  SketchOrder order_;
+  std::vector<uint32_t> slots_;  // [1024] a sketch block
   std::vector<float> mean_, signs_;
   std::vector<uint16_t> sketch_scales_, code_scales_;
   oracle::Matrix keys_;

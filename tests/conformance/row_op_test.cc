@@ -66,6 +66,10 @@ class EmptyHead {
       pages.emplace_back(layout.page_bytes);
       if (c.raw) raw_pages.emplace_back(kPageTokens * c.head_dim * DTypeBytes(c.raw_dtype));
     }
+    for (uint32_t block = 0; block * kSketchTokens < c.first_position + c.count; ++block) {
+      sketches.emplace_back(layout.sketch_bytes);
+    }
+    for (auto& sketch : sketches) sketch_pointers_.push_back(sketch.data());
     for (auto& page : pages) page_pointers_.push_back(page.data());
     for (auto& page : raw_pages) raw_pointers_.push_back(page.data());
     mean = RandomFloats(c.head_dim, c.head_dim + 1);
@@ -75,27 +79,28 @@ class EmptyHead {
   HeadView view() const {
     return {.layout = layout,
             .pages = page_pointers_.data(),
+            .sketches = sketch_pointers_.data(),
             .raw_pages = raw_pointers_.empty() ? nullptr : raw_pointers_.data(),
             .raw_dtype = raw_dtype_,
             .mean = mean.data(),
             .signs = signs.data(),
             .length = 0};
   }
-  // Bytes of the pages that differ from poison, as one string of all pages.
+  // Of all pages and sketch blocks, as one string.
   std::vector<std::byte> Bytes() const {
     std::vector<std::byte> all;
-    for (const auto* set : {&pages, &raw_pages}) {
+    for (const auto* set : {&pages, &raw_pages, &sketches}) {
       for (const auto& page : *set) all.insert(all.end(), page.data(), page.data() + page.size());
     }
     return all;
   }
   const PageLayout layout;
-  std::vector<GuardedArray<std::byte>> pages, raw_pages;
+  std::vector<GuardedArray<std::byte>> pages, raw_pages, sketches;
   std::vector<float> mean, signs;
 
  private:
   const DType raw_dtype_;
-  std::vector<std::byte*> page_pointers_, raw_pointers_;
+  std::vector<std::byte*> page_pointers_, raw_pointers_, sketch_pointers_;
 };
 
 class WriteTokensConformance : public OpConformance {
@@ -121,6 +126,7 @@ class WriteTokensConformance : public OpConformance {
     EXPECT_TRUE(on.WriteTokens(stream(), {&item, 1}).ok());
     for (const auto& page : head.pages) EXPECT_TRUE(page.IsUntouchedFrom(page.size()));
     for (const auto& page : head.raw_pages) EXPECT_TRUE(page.IsUntouchedFrom(page.size()));
+    for (const auto& sketch : head.sketches) EXPECT_TRUE(sketch.IsUntouchedFrom(sketch.size()));
     return bad;
   }
   static void CheckCodedKey(const EmptyHead& head, uint32_t position, const oracle::Row& key) {
@@ -133,8 +139,8 @@ class WriteTokensConformance : public OpConformance {
     const std::vector<uint32_t> codes = oracle::Codes(row, dim, b);
     uint16_t scale_bits, sketch_bits;
     std::memcpy(&scale_bits, row.data() + row.size() - 2, 2);
-    const std::byte* page = head.view().pages[position / kPageTokens];
-    std::memcpy(&sketch_bits, page + layout.sketch_scales_offset + position % kPageTokens * 2, 2);
+    const std::byte* sketch = head.view().sketches[position / kSketchTokens];
+    std::memcpy(&sketch_bits, sketch + layout.sketch_scales_offset + position % kSketchTokens * 2, 2);
     const double s = oracle::FromF16(scale_bits), norm = std::sqrt(oracle::Dot(x, x)), slack = 2e-6 * norm;
     double max = 0, product = 0;
     for (uint32_t i = 0; i < dim; ++i) {
@@ -240,6 +246,46 @@ TEST_P(WriteTokensConformance, TokensAroundTheWrittenOnesStayAsTheyWere) {
       if (t % 64 >= 6 && t >= 70) continue;  // pages end with token 127, but only neighbours matter
       EXPECT_EQ(oracle::KeyRowAt(head.view(), t) != oracle::KeyRowAt(untouched.view(), t), written) << t;
       EXPECT_EQ(oracle::ValueRowAt(head.view(), t) != oracle::ValueRowAt(untouched.view(), t), written) << t;
+    }
+  }
+}
+
+// Positions of a block in cluster order that come again, after others were truncated.
+TEST_P(WriteTokensConformance, InClusterOrderEveryPositionKeepsItsSlot) {
+  for (const uint32_t clusters : {64u, 128u}) {
+    for (const uint32_t head_dim : {24u, 64u}) {
+      StoreOptions options{.head_dim = head_dim, .value_dim = 16, .first_planes = 2, .tokens = 2300};
+      const StoredHead plain(options, 5);
+      options.order_clusters = clusters;
+      options.order_begin = 4;
+      const StoredHead ordered(options, 5);
+      const std::vector<float> keys = RandomFloats(size_t{600} * head_dim, 6);
+      const auto scale_at = [](const HeadView& view, uint32_t token) {
+        uint16_t scale;
+        std::memcpy(
+            &scale,
+            view.sketches[token / 1024] + view.layout.sketch_scales_offset + 2 * oracle::SketchSlot(view, token), 2);
+        return scale;
+      };
+      for (const uint32_t first : {0u, 470u, 1990u}) {
+        const uint32_t count = std::min(600u, 2300 - first);
+        for (const StoredHead* head : {&plain, &ordered}) {
+          int64_t bad = 7;
+          const WriteTokensItem item{.view = head->view(),
+                                     .first_position = first,
+                                     .count = count,
+                                     .keys = reinterpret_cast<const std::byte*>(keys.data()),
+                                     .key_stride = head_dim * sizeof(float),
+                                     .dtype = DType::kF32,
+                                     .bad_key_element = &bad};
+          ASSERT_TRUE(backend().WriteTokens(stream(), {&item, 1}).ok());
+          ASSERT_EQ(bad, -1);
+        }
+        for (uint32_t t = 0; t < 2300; ++t) {
+          ASSERT_EQ(oracle::KeyRowAt(ordered.view(), t), oracle::KeyRowAt(plain.view(), t)) << t;
+          ASSERT_EQ(scale_at(ordered.view(), t), scale_at(plain.view(), t)) << t;
+        }
+      }
     }
   }
 }

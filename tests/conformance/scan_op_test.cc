@@ -127,6 +127,40 @@ TEST_P(ScanPlanesConformance, ABatchEqualsItsItemsAlone) {
   ASSERT_TRUE(backend().ScanPlanes(stream(), {}).ok());
 }
 
+// Blocks in cluster order (the first one in part, with a tail), in position order and in an order that reaches past the
+// tokens held.
+constexpr uint32_t kOrderTokens = 2 * kSketchTokens + 300;
+std::vector<StoreOptions> OrderedStores() {
+  std::vector<StoreOptions> stores;
+  for (const uint32_t clusters : {1u, 64u, 128u}) {
+    for (const uint32_t head_dim : {24u, 64u, 128u}) {
+      stores.push_back({.format = head_dim == 64 ? Format::kK6V4 : Format::kK8V4,
+                        .head_dim = head_dim,
+                        .value_dim = 16,
+                        .first_planes = clusters == 64 ? 2u : 1u,
+                        .tokens = kOrderTokens,
+                        .order_clusters = clusters,
+                        .order_begin = clusters == 1 ? 0u : 5u});
+    }
+  }
+  return stores;
+}
+constexpr Range kOrderRanges[] = {{0, kOrderTokens}, {3, 5},       {4, 6},       {5, 1024},   {1000, 1100},
+                                  {1023, 1025},      {1024, 2048}, {2048, 2049}, {700, 2100}, {2200, kOrderTokens}};
+
+TEST_P(ScanPlanesConformance, BlocksInClusterOrderGiveEstimatesByPosition) {
+  uint64_t salt = 50;
+  for (const StoreOptions& options : OrderedStores()) {
+    const StoredHead head(options, ++salt);
+    QueryHeads query(head, RandomFloats(size_t{3} * options.head_dim, salt));
+    for (const Range range : kOrderRanges) {
+      SCOPED_TRACE(::testing::Message() << options.order_clusters << " clusters, head_dim " << options.head_dim << ", "
+                                        << range.begin << " to " << range.end);
+      ASSERT_NO_FATAL_FAILURE(Check(head, query, range, 4));
+    }
+  }
+}
+
 class RefinePlanesConformance : public OpConformance {
  protected:
   void Check(const StoredHead& head, QueryHeads& query, uint32_t planes, const std::vector<uint32_t>& tokens) {
@@ -245,6 +279,17 @@ TEST_P(RefinePlanesConformance, ABatchEqualsItsItemsAlone) {
     ASSERT_TRUE(backend().RefinePlanes(stream(), {&items[n], 1}).ok());
   }
   EXPECT_EQ(together, alone);
+}
+
+TEST_P(RefinePlanesConformance, BlocksInClusterOrderAreReadByPosition) {
+  uint64_t salt = 70;
+  for (const StoreOptions& options : OrderedStores()) {
+    SCOPED_TRACE(::testing::Message() << options.order_clusters << " clusters, head_dim " << options.head_dim);
+    const StoredHead head(options, ++salt);
+    QueryHeads query(head, RandomFloats(size_t{2} * options.head_dim, salt));
+    ASSERT_NO_FATAL_FAILURE(Check(head, query, 4, RandomPositions(kOrderTokens, 5, salt)));
+    ASSERT_NO_FATAL_FAILURE(Check(head, query, 3, {1023, 1024, 2047, 2048, kOrderTokens - 1}));
+  }
 }
 
 class ScoreTokensConformance : public OpConformance {
@@ -377,6 +422,20 @@ TEST_P(ScoreTokensConformance, ABatchEqualsItsItemsAlone) {
     ASSERT_TRUE(backend().ScoreTokens(stream(), {&items[n], 1}).ok());
   }
   EXPECT_EQ(together, alone);
+}
+
+TEST_P(ScoreTokensConformance, BlocksInClusterOrderAreReadByPosition) {
+  uint64_t salt = 90;
+  for (const StoreOptions& options : OrderedStores()) {
+    SCOPED_TRACE(::testing::Message() << options.order_clusters << " clusters, head_dim " << options.head_dim);
+    const StoredHead head(options, ++salt);
+    QueryHeads query(head, RandomFloats(size_t{2} * options.head_dim, salt));
+    const std::vector<uint32_t> tokens = RandomPositions(kOrderTokens, 20, salt);
+    ASSERT_NO_FATAL_FAILURE(Check(head, query, tokens, 0, static_cast<uint32_t>(tokens.size())));
+    for (const Range range : kOrderRanges) {
+      ASSERT_NO_FATAL_FAILURE(Check(head, query, {}, range.begin, range.end - range.begin));
+    }
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Backends, ScanPlanesConformance, ::testing::ValuesIn(BackendNames()),

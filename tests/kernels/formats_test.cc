@@ -326,19 +326,22 @@ TEST(PageLayoutTest, ArraysFollowEachOtherWithoutGapsOnWholeLines) {
         const PageLayout layout = MakePageLayout(format, dim, 272 - dim, first_planes);
         SCOPED_TRACE(FormatName(format));
         if (KeysAreCoded(format)) {
-          EXPECT_EQ(layout.first_planes_offset, 0u);
-          EXPECT_EQ(layout.sketch_scales_offset, 64 * first_planes * dim / 8);
-          EXPECT_EQ(layout.code_scales_offset, layout.sketch_scales_offset + 128);
-          EXPECT_EQ(layout.rest_planes_offset, layout.code_scales_offset + 128);
-          EXPECT_EQ(layout.values_offset,
-                    layout.rest_planes_offset + 64 * (KeyPlanes(format) - first_planes) * dim / 8);
+          EXPECT_EQ(layout.sketch_scales_offset, 1024 * first_planes * dim / 8);
+          EXPECT_EQ(layout.sketch_bytes, layout.sketch_scales_offset + 2048);
+          const uint32_t bytes = 2 + (KeyPlanes(format) - first_planes) * dim / 8;
+          const bool pads = bytes % 64 >= 56;
+          EXPECT_EQ(layout.record_bytes, pads ? bytes / 64 * 64 + 64 : bytes) << dim;
+          EXPECT_EQ(layout.record_bytes_of(layout.planes), bytes);
+          EXPECT_EQ(layout.record_bytes_of(first_planes), 2u);
+          EXPECT_EQ(layout.records_offset, 0u);
+          EXPECT_EQ(layout.values_offset, 64 * layout.record_bytes);
         } else {
           EXPECT_EQ(layout.keys_offset, 0u);
           EXPECT_EQ(layout.values_offset, 64 * dim * DTypeBytes(FloatType(format)));
         }
         EXPECT_EQ(layout.page_bytes, layout.values_offset + 64 * layout.value_row_bytes);
-        for (uint32_t offset : {layout.sketch_scales_offset, layout.code_scales_offset, layout.rest_planes_offset,
-                                layout.values_offset, layout.page_bytes}) {
+        for (uint32_t offset :
+             {layout.sketch_scales_offset, layout.sketch_bytes, layout.values_offset, layout.page_bytes}) {
           EXPECT_EQ(offset % 64, 0u);
         }
       }
@@ -347,9 +350,20 @@ TEST(PageLayoutTest, ArraysFollowEachOtherWithoutGapsOnWholeLines) {
 }
 
 TEST(PageLayoutTest, BytesATokenAtHeadDim128AreTheDocumentedShareOfFloat32) {
-  const double full = 64.0 * 2 * 128 * 4;
-  EXPECT_LE(MakePageLayout(Format::kK8V4, 128, 128, 1).page_bytes / full, 0.21);
-  EXPECT_LE(MakePageLayout(Format::kK6V4, 128, 128, 1).page_bytes / full, 0.18);
+  const double full = 1024.0 * 2 * 128 * 4;
+  const auto share = [full](Format format) {
+    const PageLayout layout = MakePageLayout(format, 128, 128, 1);
+    return (16 * layout.page_bytes + layout.sketch_bytes) / full;
+  };
+  EXPECT_LE(share(Format::kK8V4), 0.21);
+  EXPECT_LE(share(Format::kK6V4), 0.18);
+}
+
+TEST(PageLayoutTest, ARecordIsOneLineWhereLittlePaddingMakesItOne) {
+  EXPECT_EQ(MakePageLayout(Format::kK8V4, 64, 64, 1).record_bytes, 64u);
+  EXPECT_EQ(MakePageLayout(Format::kK6V4, 64, 64, 1).record_bytes, 42u);
+  EXPECT_EQ(MakePageLayout(Format::kK8V4, 128, 128, 1).record_bytes, 114u);
+  EXPECT_EQ(MakePageLayout(Format::kK8V4, 16, 16, 1).record_bytes, 16u);
 }
 
 TEST(PageLayoutDeathTest, DimensionsThatAreNoMultipleOf8End) {

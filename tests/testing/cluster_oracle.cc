@@ -19,10 +19,17 @@ T ReadAt(const std::byte* bytes, size_t index) {
   return value;
 }
 
+double ReadScale(const std::byte* scales, size_t cluster) {
+  const uint32_t bits = uint32_t{ReadAt<uint16_t>(scales, cluster)} << 16;
+  float scale;
+  std::memcpy(&scale, &bits, sizeof(scale));
+  return scale;
+}
+
 Row ReadMean(const std::byte* levels, const std::byte* scales, size_t cluster, size_t dim) {
   Row mean(dim);
   for (size_t i = 0; i < dim; ++i) {
-    mean[i] = double{ReadAt<float>(scales, cluster)} * ReadAt<int8_t>(levels, cluster * dim + i);
+    mean[i] = ReadScale(scales, cluster) * ReadAt<int8_t>(levels, cluster * dim + i);
   }
   return mean;
 }
@@ -74,13 +81,17 @@ Attention AttendWeighted(const Matrix& logits, const Matrix& values, const Row& 
 
 }  // namespace
 
-Clusters DecodeClusters(const ClusterLayout& layout, std::span<const std::byte* const> blocks, uint32_t tokens,
-                        const Codec& codec) {
+Clusters DecodeClusters(const ClusterLayout& layout, std::span<const std::byte* const> blocks, uint32_t begin,
+                        uint32_t end, const Codec& codec) {
   Clusters clusters;
+  uint32_t position = begin;
   for (const std::byte* block : blocks) {
     const size_t first = clusters.counts.size();
+    uint32_t slot = position % 1024;
     for (size_t c = 0; c < layout.clusters; ++c) {
-      clusters.counts.push_back(ReadAt<uint16_t>(block + layout.counts_offset, c));
+      const uint32_t cluster_end = ReadAt<uint16_t>(block + layout.ends_offset, c);
+      clusters.counts.push_back(cluster_end - slot);
+      slot = cluster_end;
       clusters.keys.emplace_back(layout.head_dim);
       clusters.values.emplace_back(layout.value_dim);
       if (clusters.counts.back() == 0) continue;
@@ -93,9 +104,13 @@ Clusters DecodeClusters(const ClusterLayout& layout, std::span<const std::byte* 
       clusters.values.back() =
           ReadMean(block + layout.value_means_offset, block + layout.value_scales_offset, c, layout.value_dim);
     }
-    for (size_t t = 0; t < kClusterBlockTokens && clusters.cluster_of.size() < tokens; ++t) {
-      clusters.cluster_of.push_back(static_cast<uint32_t>(first + ReadAt<uint8_t>(block + layout.members_offset, t)));
-    }
+    do {
+      const uint32_t offset = position % 1024;
+      const uint32_t packed = ReadAt<uint16_t>(block + layout.places_offset, offset) / 1024;
+      const bool apart = layout.members_offset != 0;
+      const uint32_t member = apart ? ReadAt<uint8_t>(block + layout.members_offset, offset) : packed;
+      clusters.cluster_of.push_back(static_cast<uint32_t>(first + member));
+    } while (++position % 1024 != 0 && position < end);
   }
   return clusters;
 }

@@ -22,9 +22,9 @@ struct Clusters {
   std::vector<uint32_t> counts;      // [clusters of all blocks]
   std::vector<uint32_t> cluster_of;  // [end - begin]
 };
-// `codec` is that of the head the clusters were made of.
-Clusters DecodeClusters(const ClusterLayout& layout, std::span<const std::byte* const> blocks, uint32_t tokens,
-                        const Codec& codec);
+// Clusters of positions [begin, end). `codec` is that of the head they were made of.
+Clusters DecodeClusters(const ClusterLayout& layout, std::span<const std::byte* const> blocks, uint32_t begin,
+                        uint32_t end, const Codec& codec);
 
 // The number of the cluster of each key, by the text; keys [tokens][head_dim], less their mean.
 std::vector<uint32_t> ClusterKeys(const Matrix& keys, uint32_t clusters);

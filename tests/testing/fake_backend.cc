@@ -97,7 +97,7 @@ void FakeBackend::ExpectOnDevice(const char* name, std::initializer_list<const v
 }
 
 void FakeBackend::ExpectOnDevice(const char* name, const HeadView& view) const {
-  ExpectOnDevice(name, {view.pages, view.raw_pages, view.mean, view.signs});
+  ExpectOnDevice(name, {view.pages, view.sketches, view.order.blocks, view.raw_pages, view.mean, view.signs});
 }
 
 namespace {
@@ -132,9 +132,11 @@ std::vector<const void*> PointersOf(const Item& item) {
     return {item.tokens, item.count, item.scores, item.softmax.sink_logits, item.output, item.log_sum_exp};
   } else if constexpr (std::is_same_v<Item, BuildClustersItem>) {
     return {item.block, item.workspace};
+  } else if constexpr (std::is_same_v<Item, ArrangeSketchItem>) {
+    return {item.block, item.sketch};
   } else if constexpr (std::is_same_v<Item, EstimateRestItem>) {
-    return {item.query.plain, item.blocks,      item.tokens,           item.count,
-            item.output,      item.log_sum_exp, item.value_means_read, item.workspace};
+    return {item.query.plain, item.blocks,      item.tokens,     item.count,
+            item.output,      item.log_sum_exp, item.lines_read, item.workspace};
   } else {
     static_assert(std::is_same_v<Item, GatherRowsItem>, "an operation without a list of its arrays");
     return {item.tokens, item.count, item.keys, item.values, item.overflow};
@@ -159,13 +161,18 @@ absl::Status FakeBackend::Operate(Stream& stream, const char* name, std::span<co
   bool do_work = false;
   const absl::Status fault = NextCall(name, &do_work);
   if (!do_work) return fault;
+  const auto work = [this, &fake_stream, operation](std::span<const Item> own) {
+    const absl::Status status = (real_.get()->*operation)(*fake_stream.real, own);
+    if constexpr (std::is_constructible_v<Watched, std::span<const Item>>) {
+      if (watch_) watch_(Watched(own));
+    }
+    return status;
+  };
   if (options_.shares_host_memory) {
-    const absl::Status status = (real_.get()->*operation)(*fake_stream.real, items);
+    const absl::Status status = work(items);
     return fault.ok() ? status : fault;
   }
-  fake_stream.waiting.push_back([this, &fake_stream, operation, copy = std::vector<Item>(items.begin(), items.end())] {
-    return (real_.get()->*operation)(*fake_stream.real, std::span<const Item>(copy));
-  });
+  fake_stream.waiting.push_back([work, copy = std::vector<Item>(items.begin(), items.end())] { return work(copy); });
   return fault;
 }
 
@@ -254,6 +261,9 @@ absl::Status FakeBackend::Attend(Stream& stream, std::span<const AttendItem> ite
 }
 absl::Status FakeBackend::BuildClusters(Stream& stream, std::span<const BuildClustersItem> items) {
   return Operate(stream, "BuildClusters", items, &Backend::BuildClusters);
+}
+absl::Status FakeBackend::ArrangeSketch(Stream& stream, std::span<const ArrangeSketchItem> items) {
+  return Operate(stream, "ArrangeSketch", items, &Backend::ArrangeSketch);
 }
 absl::Status FakeBackend::EstimateRest(Stream& stream, std::span<const EstimateRestItem> items) {
   return Operate(stream, "EstimateRest", items, &Backend::EstimateRest);

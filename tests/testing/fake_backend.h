@@ -16,6 +16,7 @@
 #include <mutex>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "kernels/backend.h"
@@ -45,6 +46,11 @@ class FakeBackend final : public Backend {
   };
   void Fail(const Fault& fault);
   void StopFailing();
+  // Calls `watch` with the items of these operations once their work is done.
+  using Watched = std::variant<std::span<const ScanPlanesItem>, std::span<const RefinePlanesItem>,
+                               std::span<const ScoreTokensItem>, std::span<const SelectListsItem>,
+                               std::span<const MergeCandidatesItem>, std::span<const EstimateRestItem>>;
+  void Watch(std::function<void(const Watched&)> watch) { watch_ = std::move(watch); }
   // What the last failing call was, "WriteTokens"; empty: none has failed.
   std::string failed_call() const;
 
@@ -69,6 +75,7 @@ class FakeBackend final : public Backend {
   absl::Status GatherRows(Stream& stream, std::span<const GatherRowsItem> items) override;
   absl::Status Attend(Stream& stream, std::span<const AttendItem> items) override;
   absl::Status BuildClusters(Stream& stream, std::span<const BuildClustersItem> items) override;
+  absl::Status ArrangeSketch(Stream& stream, std::span<const ArrangeSketchItem> items) override;
   absl::Status EstimateRest(Stream& stream, std::span<const EstimateRestItem> items) override;
 
  private:
@@ -84,6 +91,7 @@ class FakeBackend final : public Backend {
 
   const FakeBackendOptions options_;
   std::unique_ptr<Backend> real_;
+  std::function<void(const Watched&)> watch_;
   std::atomic<uint64_t> calls_{0};
   mutable std::mutex mutex_;
   uint64_t fail_begin_ = 0, fail_end_ = 0;  // guarded, as is all below

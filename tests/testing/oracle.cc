@@ -200,6 +200,15 @@ Codec CodecOf(const HeadView& view) {
   return codec;
 }
 
+size_t SketchSlot(const HeadView& view, uint32_t token) {
+  const std::byte* block = view.order.blocks == nullptr ? nullptr : view.order.blocks[token / 1024];
+  for (size_t slot = 0; block != nullptr && slot < 1024; ++slot) {
+    const std::byte* place = block + view.order.places_offset + 2 * slot;
+    if (static_cast<uint32_t>(place[0]) + static_cast<uint32_t>(place[1]) % 4 * 256 == token % 1024) return slot;
+  }
+  return token % 1024;
+}
+
 std::vector<std::byte> KeyRowAt(const HeadView& view, uint32_t token) {
   const PageLayout& layout = view.layout;
   const size_t slot = token % 64;
@@ -215,11 +224,11 @@ std::vector<std::byte> KeyRowAt(const HeadView& view, uint32_t token) {
     Append(row, page + layout.keys_offset + slot * bytes, bytes);
     return row;
   }
-  const size_t first_bytes = size_t{layout.first_planes} * layout.head_dim / 8;
-  const size_t rest_bytes = size_t{PlanesOf(layout.format) - layout.first_planes} * layout.head_dim / 8;
-  Append(row, page + layout.first_planes_offset + slot * first_bytes, first_bytes);
-  Append(row, page + layout.rest_planes_offset + slot * rest_bytes, rest_bytes);
-  Append(row, page + layout.code_scales_offset + slot * 2, 2);
+  const size_t plane_bytes = layout.head_dim / 8, first_bytes = layout.first_planes * plane_bytes;
+  const std::byte* record = page + layout.records_offset + slot * layout.record_bytes;
+  Append(row, view.sketches[token / 1024] + SketchSlot(view, token) * first_bytes, first_bytes);
+  Append(row, record + 2, PlanesOf(layout.format) * plane_bytes - first_bytes);
+  Append(row, record, 2);
   return row;
 }
 

@@ -57,6 +57,8 @@ Row DecodeValue(const Codec& codec, std::span<const std::byte> row);
 
 // The same of a token in a page. Codec made from the view (its mean, its signs).
 Codec CodecOf(const HeadView& view);
+// Where it lies in its sketch block.
+size_t SketchSlot(const HeadView& view, uint32_t token);
 std::vector<std::byte> KeyRowAt(const HeadView& view, uint32_t token);
 std::vector<std::byte> ValueRowAt(const HeadView& view, uint32_t token);
 Row KeyAt(const HeadView& view, uint32_t token);

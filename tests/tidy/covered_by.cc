@@ -9,6 +9,7 @@ namespace ctkvr::tidy {
 const std::map<std::string, std::string>& CoveredBy() {
   static const auto* const table = new std::map<std::string, std::string>{
       // Operations: conformance cases hold every instruction set to the oracle.
+      {"kernels/cpu/arrange_sketch.cc", "tests/conformance/arrange_op_test.cc"},
       {"kernels/cpu/attend.cc", "tests/conformance/attend_op_test.cc"},
       {"kernels/cpu/build_clusters.cc", "tests/conformance/cluster_op_test.cc"},
       {"kernels/cpu/build_lists.cc", "tests/conformance/list_op_test.cc"},
@@ -23,6 +24,7 @@ const std::map<std::string, std::string>& CoveredBy() {
       {"kernels/cpu/score_tokens.cc", "tests/conformance/scan_op_test.cc"},
       {"kernels/cpu/select_lists.cc", "tests/conformance/list_op_test.cc"},
       {"kernels/cpu/select_tokens.cc", "tests/conformance/select_op_test.cc"},
+      {"kernels/cpu/sketch_scan.cc", "tests/conformance/scan_op_test.cc"},
       {"kernels/cpu/top_k.cc", "tests/conformance/select_op_test.cc"},
       {"kernels/cpu/write_centroids.cc", "tests/conformance/query_op_test.cc"},
       {"kernels/cpu/write_tokens.cc", "tests/conformance/row_op_test.cc"},

@@ -27,8 +27,10 @@ const std::vector<Room>& Rooms() {
       {"kernels/base", {"kernels/base/"}, {"kernels/base/"}, {kStd, "fp16.h"}},
       // Read by device compilers too: nothing but the standard library.
       {"kernels",
-       {"kernels/ops.h", "kernels/attention_ops.h", "kernels/formats.h", "kernels/rank_policy.h"},
-       {"kernels/base/dtype.h", "kernels/formats.h", "kernels/ops.h", "kernels/rank_policy.h"},
+       {"kernels/ops.h", "kernels/attention_ops.h", "kernels/formats.h", "kernels/head_view.h", "kernels/rank_policy.h",
+        "kernels/sketch_order.h"},
+       {"kernels/base/dtype.h", "kernels/formats.h", "kernels/head_view.h", "kernels/ops.h", "kernels/rank_policy.h",
+        "kernels/sketch_order.h"},
        {kStd}},
       {"kernels/cpu", {"kernels/cpu/"}, {"kernels/"}, {kStd, kPosix, "absl/", "immintrin.h", "fp16.h", "simde/"}},
       {"kernels", {"kernels/"}, {"kernels/base/", "kernels/*.h"}, {kStd, "absl/"}},

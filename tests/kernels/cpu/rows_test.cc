@@ -269,8 +269,8 @@ TEST_P(RunsTest, KeysAreThoseOfTheReference) {
     const std::vector<float> signs = RotationSigns(dim, random());
     const size_t plane_bytes = dim / 8, first_bytes = first_planes * plane_bytes;
     const size_t rest_bytes = (planes - first_planes) * plane_bytes;
-    GuardedArray<std::byte> first(tokens * first_bytes), rest(tokens * rest_bytes);
-    GuardedArray<std::byte> sketch_scales(2 * tokens), code_scales(2 * tokens);
+    const size_t record_bytes = 2 + rest_bytes + 2 * (random() % 4);
+    GuardedArray<std::byte> first(tokens * first_bytes), sketch_scales(2 * tokens), records(tokens * record_bytes);
     const uint32_t done = rows_->encode_keys({.keys = sent_.data(),
                                               .stride = stride_,
                                               .dtype = dtype,
@@ -281,9 +281,9 @@ TEST_P(RunsTest, KeysAreThoseOfTheReference) {
                                               .mean = mean.data(),
                                               .signs = signs.data(),
                                               .first = first.data(),
-                                              .rest = rest.data(),
                                               .sketch_scales = sketch_scales.data(),
-                                              .code_scales = code_scales.data()});
+                                              .records = records.data(),
+                                              .record_bytes = record_bytes});
     ASSERT_LE(done, tokens);
     done_in_all += done;
     for (uint32_t t = 0; t < done; ++t) {
@@ -295,14 +295,15 @@ TEST_P(RunsTest, KeysAreThoseOfTheReference) {
       ASSERT_TRUE(reference_.encode_key(x.data(), dim, planes, first_planes, packed.data(), &expected_scales[0],
                                         &expected_scales[1]));
       std::memcpy(actual.data(), first.data() + t * first_bytes, first_bytes);
-      std::memcpy(actual.data() + first_bytes, rest.data() + t * rest_bytes, rest_bytes);
+      const std::byte* record = records.data() + t * record_bytes;
+      std::memcpy(actual.data() + first_bytes, record + 2, rest_bytes);
       ASSERT_EQ(actual, packed) << t;
-      std::memcpy(&scales[0], code_scales.data() + 2 * t, 2);
+      std::memcpy(&scales[0], record, 2);
       std::memcpy(&scales[1], sketch_scales.data() + 2 * t, 2);
       ASSERT_THAT(scales, ElementsAreArray(expected_scales)) << t;
     }
-    EXPECT_TRUE(first.IsUntouchedFrom(first.size()) && rest.IsUntouchedFrom(rest.size()));
-    EXPECT_TRUE(sketch_scales.IsUntouchedFrom(2 * tokens) && code_scales.IsUntouchedFrom(2 * tokens));
+    EXPECT_TRUE(first.IsUntouchedFrom(first.size()) && records.IsUntouchedFrom(records.size()));
+    EXPECT_TRUE(sketch_scales.IsUntouchedFrom(2 * tokens));
   }
   EXPECT_TRUE(!GetParam().starts_with("avx512") || done_in_all > 500) << done_in_all;
 }
@@ -360,9 +361,9 @@ TEST_P(RunsTest, RunsStopBeforeWhatCannotBeHeld) {
                                       .mean = mean.data(),
                                       .signs = signs.data(),
                                       .first = out.data(),
-                                      .rest = out.data() + kPageTokens * 32,
                                       .sketch_scales = scales.data(),
-                                      .code_scales = scales.data() + 2 * kPageTokens}),
+                                      .records = out.data() + kPageTokens * 32,
+                                      .record_bytes = 98}),
                   token)
             << bad << " " << at;
         EXPECT_LE(rows_->encode_values({.values = reinterpret_cast<const std::byte*>(rows.data()),

@@ -34,6 +34,9 @@ class StoredCase {
     page_.resize(view_.layout.page_bytes);
     page_pointer_ = page_.data();
     view_.pages = &page_pointer_;
+    sketch_.resize(view_.layout.sketch_bytes);
+    sketch_pointer_ = sketch_.data();
+    view_.sketches = &sketch_pointer_;
     if (KeysAreCoded(golden.format) && !golden.keys_coded) {
       raw_page_.resize(kPageTokens * golden.head_dim * DTypeBytes(golden.raw_dtype));
       raw_pointer_ = raw_page_.data();
@@ -97,8 +100,9 @@ class StoredCase {
   std::unique_ptr<Stream> stream_;
   const GoldenCase& golden_;
   HeadView view_;
-  std::vector<std::byte> page_, raw_page_;
+  std::vector<std::byte> page_, raw_page_, sketch_;
   std::byte* page_pointer_ = nullptr;
+  std::byte* sketch_pointer_ = nullptr;
   std::byte* raw_pointer_ = nullptr;
   std::vector<float> signs_;
 };

@@ -24,6 +24,7 @@ class LayerTest : public ::testing::Test {
     const auto at = [&](size_t i) { return i == MemoryPlan::kNone ? nullptr : &reservations_[i]; };
     layer_.emplace(config_.layers[0], config_,
                    Layer::Memory{.pages = at(requests.pages),
+                                 .sketches = at(requests.sketches),
                                  .raw_pages = at(requests.raw_pages),
                                  .mean = at(requests.mean),
                                  .index = {.centroids = at(requests.index.centroids),
@@ -107,15 +108,33 @@ TEST_F(LayerTest, AShortTokenLimitKeepsTheLayerRaw) {
   EXPECT_EQ(Memory().raw_bytes, 2u * 2 * 64 * 32 * 2);
 }
 
-TEST_F(LayerTest, PlacesCountFromTheirFirstPage) {
-  Make(SmallLayer());
-  layer_->Grow(200);
-  layer_->Commit(200);
+TEST_F(LayerTest, PlacesCountFromTheirFirstSketchBlock) {
+  Make(SmallLayer(), 4096);
+  layer_->Grow(2100);
+  layer_->Commit(2100);
   const HeadView whole = layer_->View(1);
-  const HeadView places = layer_->Places(1, 2, true);
-  EXPECT_EQ(places.pages[0], whole.pages[2]);
-  EXPECT_EQ(places.raw_pages[1], whole.raw_pages[3]);
-  EXPECT_EQ(layer_->Places(1, 2, false).raw_pages, nullptr);
+  const HeadView places = layer_->Places(1, 2, false);
+  EXPECT_EQ(places.sketches[0], whole.sketches[2]);
+  EXPECT_EQ(places.pages[0], whole.pages[32]);
+  EXPECT_EQ(places.raw_pages, nullptr);
+  EXPECT_EQ(layer_->Places(1, 0, true).raw_pages, whole.raw_pages);
+}
+
+TEST_F(LayerTest, SketchBlocksAreOfCodedKeysAlone) {
+  Make(SmallLayer(), 4096);
+  const uint64_t page = layer_->layout().page_bytes, sketch = layer_->layout().sketch_bytes;
+  for (const auto& [length, blocks] : {std::pair{1u, 1u}, {1024u, 1u}, {1025u, 2u}, {2048u, 2u}}) {
+    layer_->Grow(length);
+    EXPECT_EQ(Memory().page_bytes, 2 * (Layer::page_count(length) * page + blocks * sketch)) << length;
+  }
+  layer_->Commit(1024);
+  EXPECT_EQ(Memory().page_bytes, 2 * (16 * page + sketch));
+  layer_.reset();
+  reservations_.clear();
+  Make(SmallLayer(Format::kF16, Source::kExact));
+  layer_->Grow(100);
+  EXPECT_EQ(layer_->View(0).sketches, nullptr);
+  EXPECT_EQ(Memory().page_bytes, 2 * 2 * layer_->layout().page_bytes);
 }
 
 TEST_F(LayerTest, OnlyLayersWithCentroidsHaveAnIndex) {

@@ -34,6 +34,7 @@ class RetrievalPlanTest : public ::testing::Test {
     const auto at = [&](size_t i) { return i == MemoryPlan::kNone ? nullptr : &reservations_[i]; };
     layer_.emplace(config_.layers[0], config_,
                    Layer::Memory{.pages = at(requests.pages),
+                                 .sketches = at(requests.sketches),
                                  .raw_pages = at(requests.raw_pages),
                                  .mean = at(requests.mean),
                                  .index = {},

@@ -86,7 +86,7 @@ class Answer:
     source: Source  # what served: "dense" where every token was chosen
     length: int  # tokens the layer held
     indexed_length: int  # of these, in the index
-    bytes_read: int  # to choose
+    bytes_read: int  # to choose and to estimate the remainder, in whole lines of 64
     always_tokens: int  # of the last position: sinks, window and tail, a set
     code_generation: int
     # Answer "attention": over the chosen tokens, and the natural log of their sum of exp(logit); zeros and -infinity
