@@ -245,7 +245,10 @@ absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& ses
   const bool has_live = layer.index() != nullptr && layer.index()->live() != nullptr;
   if (has_live) plan.used.probes = std::min(plan.used.probes, layer.index()->centroid_count());
   const QueryPlan draft = plan;
-  const absl::Status status = PlanPositions(layer, {session.policies, state.policies}, query, plan);
+  PolicyInputs inputs = state.policies;
+  // What a quality target was found to need is the least: load only adds to it.
+  if (session.needle_share_target > 0) inputs.load_delta = std::max(0.0, inputs.load_delta);
+  const absl::Status status = PlanPositions(layer, {session.policies, inputs}, query, plan);
   if (status.ok()) return plan;
   if (!session.policies.moves_k()) return status;
   plan = draft;

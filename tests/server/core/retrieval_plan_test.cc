@@ -138,6 +138,23 @@ TEST_F(RetrievalPlanTest, TheSourceIsChosenAtItsBorders) {
   EXPECT_EQ(Plan(query).path, Path::kDense);
 }
 
+TEST_F(RetrievalPlanTest, LoadTakesNothingFromAQualityTarget) {
+  LayerConfig layer = SmallLayer();
+  layer.selection.k_tokens = 400;
+  layer.selection.candidate_tokens = 400;
+  Make(layer, 2000);
+  config_.policies.load_adaptive_k = true;
+  for (const auto& [target, delta, k] : {std::tuple{0.0f, -1.0, 256u}, std::tuple{0.0f, 1.0, 600u},
+                                         std::tuple{0.99f, -1.0, 400u}, std::tuple{0.99f, 1.0, 600u}}) {
+    config_.needle_share_target = target;
+    const OwnedQuery query = Ask(1999);
+    const auto plan = PlanQuery(*layer_, config_, query.query, {.policies = {.load_delta = delta}});
+    ASSERT_THAT(plan, IsOk());
+    EXPECT_EQ(plan->used.k_tokens, k) << target << " " << delta;
+    EXPECT_EQ(plan->positions[0].k_tokens, k);
+  }
+}
+
 TEST_F(RetrievalPlanTest, WrongShapesAreRefusedByName) {
   Make(SmallLayer(), 600);
   const auto expect = [&](const char* text, auto change) {
