@@ -4,9 +4,9 @@
 // its sets (a KV head; a query head under per_head). The server decides and the worker obeys.
 //
 // The token chosen least often of late leaves first: each choice since a token came counts 2^(-age / kHalfLife), age in
-// answers; being in the window counts once, however long. Rows that this sends, as a share of the chosen ones (exact top
-// 256, window aside, 2,048 slots, 1,024 steps of the 8,192-token traces of SmolLM2-135M, means over layers; "best" knows
-// the future):
+// answers; being in the window counts once, however long. Rows that this sends, as a share of the chosen ones (exact
+// top 256, window aside, 2,048 slots, 1,024 steps of the 8,192-token traces of SmolLM2-135M, means over layers; "best"
+// knows the future):
 //
 //                least recently   half-life 16   32      48      64      best
 //     records    0.090            0.078          0.071   0.070   0.070   0.047
