@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/attention_ops.h"
 #include "kernels/cluster_ops.h"
+#include "kernels/list_ops.h"
 #include "kernels/ops.h"
 
 namespace ctkvr {
@@ -82,6 +83,8 @@ class Backend {
   virtual absl::Status ScoreTokens(Stream& stream, std::span<const ScoreTokensItem> items) = 0;
   virtual absl::Status SelectTokens(Stream& stream, std::span<const SelectTokensItem> items) = 0;
   virtual absl::Status WriteCentroids(Stream& stream, std::span<const WriteCentroidsItem> items) = 0;
+  virtual absl::Status AssignQueries(Stream& stream, std::span<const AssignQueriesItem> items) = 0;
+  virtual absl::Status AverageQueries(Stream& stream, std::span<const AverageQueriesItem> items) = 0;
   virtual absl::Status BuildLists(Stream& stream, std::span<const BuildListsItem> items) = 0;
   virtual absl::Status SelectLists(Stream& stream, std::span<const SelectListsItem> items) = 0;
   virtual absl::Status MergeCandidates(Stream& stream, std::span<const MergeCandidatesItem> items) = 0;

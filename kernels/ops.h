@@ -162,65 +162,6 @@ struct SelectTokensItem {
 };
 constexpr size_t SelectTokensWorkspaceBytes(uint32_t count_max) { return 16 * size_t{count_max} + 64; }
 
-// Makes query centroids of queries: each head's D numbers divided by their 2-norm (zeros stay zeros), stored as
-// binary16; norms [R] float32 are kept beside. centroid [R, D].
-struct WriteCentroidsItem {
-  const std::byte* queries = nullptr;  // query i at queries + i * stride, [R, D] of dtype
-  size_t stride = 0;
-  DType dtype = DType::kF32;
-  uint32_t heads = 0;
-  uint32_t head_dim = 0;
-  uint32_t count = 0;
-  const uint32_t* slots = nullptr;     // [count]: query i becomes centroid slots[i]; no slot twice
-  uint16_t* const* centroids = nullptr;  // [C] pointers to [R, D] binary16
-  float* norms = nullptr;              // [C, R]
-};
-
-// For each centroid c of [first_centroid, last_centroid): the best list_tokens tokens of [begin, end) by the group
-// ranking of SelectTokens for the query mean_norm[r] * centroids[c, r], nothing forced, ties as ever.
-struct BuildListsItem {
-  HeadView view;
-  uint32_t heads = 0;
-  uint16_t* const* centroids = nullptr;  // [C] pointers to [R, D] binary16
-  const float* mean_norms = nullptr;    // [R]
-  uint32_t first_centroid = 0;
-  uint32_t last_centroid = 0;
-  uint32_t begin = 0;
-  uint32_t end = 0;
-  uint32_t list_tokens = 0;             // rho
-  SoftmaxParams softmax;
-  GroupReduction reduction = GroupReduction::kSumSoftmax;
-  uint32_t* const* lists = nullptr;     // [C] pointers to [rho]
-  uint32_t* list_counts = nullptr;      // [C] = min(rho, end - begin)
-};
-
-// The `probes` centroids of the highest sum over r of cosine(query r, centroid[c, r]); ties prefer the lower c.
-struct SelectListsItem {
-  PreparedQuery query;
-  uint32_t head_dim = 0;
-  uint16_t* const* centroids = nullptr;  // [C] pointers to [R, D] binary16
-  uint32_t centroid_count = 0;          // C
-  uint32_t probes = 0;                  // <= C
-  uint32_t* selected = nullptr;         // [probes], ascending
-};
-
-// The union of the selected lists and of the positions [begin, force_below) and [force_from, end), within [begin, end).
-struct MergeCandidatesItem {
-  uint32_t* const* lists = nullptr;       // [C] pointers to [rho]
-  const uint32_t* list_counts = nullptr;  // [C]
-  uint32_t list_tokens = 0;               // rho
-  const uint32_t* selected = nullptr;     // [probes]
-  uint32_t probes = 0;
-  uint32_t begin = 0, end = 0;
-  uint32_t force_below = 0, force_from = 0;
-  uint32_t* tokens = nullptr;             // [min(end - begin, probes * rho + forced)]
-  uint32_t* count = nullptr;
-  void* workspace = nullptr;              // MergeCandidatesWorkspaceBytes(begin, end)
-};
-constexpr size_t MergeCandidatesWorkspaceBytes(uint32_t begin, uint32_t end) {
-  return ((size_t{end} - begin) / 64 + 2) * 8;
-}
-
 // Keys and values of the tokens listed, in their order. Storage rows as in formats.h (raw keys: [D] raw_dtype).
 // A null output is left out. `overflow` counts elements that do not fit the row format (their row is unspecified).
 struct GatherRowsItem {

@@ -51,6 +51,9 @@ void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
       ->capture_default_str();
   command->add_option("--centroids", flags->centroids, "query_centroids: centroids a KV head")->capture_default_str();
   command->add_option("--list-tokens", flags->list_tokens, "query_centroids: tokens a list")->capture_default_str();
+  command->add_option("--placement", flags->placement, "query_centroids: which queries become centroids")
+      ->check(one_of({"last", "strided", "clustered"}))
+      ->capture_default_str();
   command->add_option("--probes", flags->probes, "query_centroids: lists read a query")->capture_default_str();
   command->add_option("--sinks", flags->sink_tokens, "First tokens, always included")->capture_default_str();
   command->add_option("--window", flags->window_tokens, "Last tokens, always included")->capture_default_str();
@@ -118,6 +121,8 @@ v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags) {
     v1::QueryCentroidOptions* set = options.add_query_centroids();
     set->set_centroids(flags.centroids);
     set->set_list_tokens(flags.list_tokens);
+    set->set_placement(Parse<v1::QueryCentroidOptions::Placement>("PLACEMENT_", flags.placement,
+                                                                  &v1::QueryCentroidOptions::Placement_Parse));
   }
   return options;
 }

@@ -25,6 +25,7 @@ struct SelectionFlags {
   uint32_t candidate_tokens = 512;
   uint32_t centroids = 256;
   uint32_t list_tokens = 512;
+  std::string placement = "last";
   uint32_t probes = 4;  // lists
   uint32_t sink_tokens = 4;
   uint32_t window_tokens = 64;

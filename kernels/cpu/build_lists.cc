@@ -90,8 +90,9 @@ void BuildLists(const CpuKernels& kernels, const BuildListsItem& item) {
       if (item.heads > 1) FitLogShares(kernels, group, item.softmax, log_share);
       const float* values = GroupRanks(kernels, group, log_share, item.reduction, 0, tokens, ranks.get());
       const size_t taken = TakeTopK(kernels, {values, tokens}, item.list_tokens, indices.get(), spare.get());
-      for (size_t i = 0; i < taken; ++i) item.lists[c][i] = item.begin + indices[i];
+      for (size_t i = 0; i < taken; ++i) indices[i] += item.begin;
       item.list_counts[c] = static_cast<uint32_t>(taken);
+      PackList(item.packing, indices.get(), item.list_counts[c], item.lists[c]);
     }
   }
 }

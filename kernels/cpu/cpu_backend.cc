@@ -109,6 +109,12 @@ class CpuBackend final : public Backend {
   absl::Status WriteCentroids(Stream&, std::span<const WriteCentroidsItem> items) override {
     return ForEach(items, cpu::WriteCentroids);
   }
+  absl::Status AssignQueries(Stream&, std::span<const AssignQueriesItem> items) override {
+    return ForEach(items, cpu::AssignQueries);
+  }
+  absl::Status AverageQueries(Stream&, std::span<const AverageQueriesItem> items) override {
+    return ForEach(items, cpu::AverageQueries);
+  }
   absl::Status BuildLists(Stream&, std::span<const BuildListsItem> items) override {
     return ForEach(items, cpu::BuildLists);
   }

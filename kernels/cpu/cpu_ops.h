@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// The operations of ops.h and attention_ops.h on host memory, one item each, one file each. Thread-safe: they touch
+// The operations of ops.h and the pages beside it on host memory, one item each, one file each. Thread-safe: they touch
 // nothing but the item.
 
 #pragma once
@@ -8,6 +8,7 @@
 #include "kernels/attention_ops.h"
 #include "kernels/cluster_ops.h"
 #include "kernels/cpu/kernels.h"
+#include "kernels/list_ops.h"
 #include "kernels/ops.h"
 
 namespace ctkvr::cpu {
@@ -20,6 +21,8 @@ void RefinePlanes(const CpuKernels& kernels, const RefinePlanesItem& item);
 void ScoreTokens(const CpuKernels& kernels, const ScoreTokensItem& item);
 void SelectTokens(const CpuKernels& kernels, const SelectTokensItem& item);
 void WriteCentroids(const CpuKernels& kernels, const WriteCentroidsItem& item);
+void AssignQueries(const CpuKernels& kernels, const AssignQueriesItem& item);
+void AverageQueries(const CpuKernels& kernels, const AverageQueriesItem& item);
 void BuildLists(const CpuKernels& kernels, const BuildListsItem& item);
 void SelectLists(const CpuKernels& kernels, const SelectListsItem& item);
 void MergeCandidates(const CpuKernels& kernels, const MergeCandidatesItem& item);

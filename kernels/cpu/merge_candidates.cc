@@ -34,13 +34,11 @@ void MergeCandidates(const CpuKernels&, const MergeCandidatesItem& item) {
   SetRange(bits, from - item.begin, width);
   for (uint32_t p = 0; p < item.probes; ++p) {
     const uint32_t list = item.selected[p];
-    const uint32_t* tokens = item.lists[list];
-    const uint32_t list_count = std::min(item.list_counts[list], item.list_tokens);
-    for (uint32_t i = 0; i < list_count; ++i) {
-      if (tokens[i] < item.begin || tokens[i] >= item.end) continue;
-      const uint64_t at = tokens[i] - item.begin;
+    VisitPackedList(item.packing, item.lists[list], item.list_counts[list], [&](uint32_t token) {
+      if (token < item.begin || token >= item.end) return;
+      const uint64_t at = token - item.begin;
       bits[at / 64] |= uint64_t{1} << (at % 64);
-    }
+    });
   }
   uint32_t count = 0;
   for (uint64_t word = 0; word < words; ++word) {

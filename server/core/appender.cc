@@ -310,25 +310,9 @@ class Writer {
 
   void AddRing(Write& write, std::vector<WriteCentroidsItem>& items) {
     const Chunk& chunk = *write.task->chunk;
-    const LayerConfig& config = write.layer->config();
     QueryIndex& index = *write.layer->index();
-    write.ring = index.BeginRingWrite(chunk.query_positions);
-    const size_t head_bytes = config.head_dim * DTypeBytes(chunk.dtype);
-    const size_t stride = head_bytes * config.q_heads;
-    const size_t count = write.ring->slots.size();
-    const std::byte* queries = memory_.In(chunk.queries.data() + write.ring->skipped * stride, count * stride);
-    const uint32_t* slots = memory_.In(write.ring->slots.data(), count);
-    for (uint32_t h = 0; h < config.kv_heads; ++h) {
-      items.push_back({.queries = queries + h * config.group_heads() * head_bytes,
-                       .stride = stride,
-                       .dtype = chunk.dtype,
-                       .heads = config.group_heads(),
-                       .head_dim = config.head_dim,
-                       .count = static_cast<uint32_t>(count),
-                       .slots = slots,
-                       .centroids = memory_.In(index.ring_centroids(h).data(), index.ring_centroids(h).size()),
-                       .norms = index.ring_norms(h)});
-    }
+    write.ring = index.BeginRingWrite(write.end - chunk.query_positions, chunk.query_positions);
+    index.StageRingWrite({.queries = chunk.queries, .dtype = chunk.dtype}, *write.ring, memory_, items);
   }
 
   const LaneDevice device_;
@@ -344,7 +328,7 @@ void Publish(Write& write, Stats& stats) {
   if (write.becomes_coded) write.layer->FixMean(std::move(write.mean));
   write.layer->Commit(write.end);
   if (write.ring.has_value()) {
-    write.layer->index()->CommitRing(*write.ring, write.end - chunk.query_positions + write.ring->skipped);
+    write.layer->index()->CommitRing(*write.ring, true);
   }
   write.task->session->CountAppended(chunk.tokens);
   stats.appended_tokens.fetch_add(chunk.tokens, std::memory_order_relaxed);

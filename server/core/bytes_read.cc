@@ -208,14 +208,17 @@ uint64_t ListLines(const RetrievalSet& set) {
   const Layer& layer = *set.item->layer;
   const IndexSet::Head& head = layer.index()->live()->heads[set.kv_head];
   const uint64_t centroid_bytes = uint64_t{layer.config().group_heads()} * layer.config().head_dim * sizeof(uint16_t);
-  const std::vector<uint64_t> bytes(head.centroids.size(), centroid_bytes);
-  std::vector<uint32_t*> lists;
-  std::vector<uint64_t> list_bytes;
+  std::vector<uint16_t*> centroids = head.centroids;
+  std::vector<uint64_t*> lists;
   for (const uint32_t list : set.selected_lists) {
-    lists.push_back(head.lists[list]);
-    list_bytes.push_back(uint64_t{head.list_counts[list]} * sizeof(uint32_t));
+    if (head.list_counts[list] > 0) lists.push_back(head.lists[list]);
   }
-  return ElementLines<uint16_t>(head.centroids, bytes) + ElementLines<uint32_t>(lists, list_bytes);
+  // An index that adjusts to its use gives elements to centroids in any order.
+  if (!std::is_sorted(centroids.begin(), centroids.end())) std::sort(centroids.begin(), centroids.end());
+  std::sort(lists.begin(), lists.end());
+  const std::vector<uint64_t> bytes(centroids.size(), centroid_bytes);
+  const std::vector<uint64_t> list_bytes(lists.size(), layer.index()->packing().list_bytes());
+  return ElementLines<uint16_t>(centroids, bytes) + ElementLines<uint64_t>(lists, list_bytes);
 }
 
 uint64_t ChoosingLines(const RetrievalSet& set) {

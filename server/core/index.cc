@@ -3,6 +3,8 @@
 #include "server/core/index.h"
 
 #include <algorithm>
+#include <numeric>
+#include <set>
 
 #include "kernels/base/check.h"
 #include "kernels/base/math.h"
@@ -59,16 +61,20 @@ IndexShape MakeIndexShape(const LayerConfig& layer, uint32_t token_limit) {
           .group_heads = layer.group_heads(),
           .head_dim = layer.head_dim,
           .centroids = layer.query_centroids.centroids,
-          .list_tokens = std::min(layer.query_centroids.list_tokens, token_limit)};
+          .capacity = layer.query_centroids.capacity(),
+          .placement = layer.query_centroids.placement,
+          .adjust_tokens = layer.query_centroids.adjust_tokens,
+          .packing = MakePackedLists(std::min(layer.query_centroids.list_tokens, token_limit), token_limit)};
 }
 
 IndexRequests PlanIndex(const IndexShape& shape, bool spare, MemoryPlan& plan) {
   const BlockShape centroids = CentroidBlocks(shape);
   const BlockShape lists = ListBlocks(shape);
   const uint64_t sets = spare ? 2 : 1;
-  return {.centroids = plan.Add(centroids.block_bytes(), shape.kv_heads * (centroids.blocks(shape.ring_slots()) +
-                                                                           sets * centroids.blocks(shape.centroids))),
-          .lists = plan.Add(lists.block_bytes(), shape.kv_heads * sets * lists.blocks(shape.centroids)),
+  return {.centroids = plan.Add(
+              centroids.block_bytes(),
+              shape.kv_heads * (centroids.blocks(shape.ring_slots()) + sets * centroids.blocks(shape.set_elements()))),
+          .lists = plan.Add(lists.block_bytes(), shape.kv_heads * sets * lists.blocks(shape.set_elements())),
           .norms = plan.Add(shape.norms_bytes(), shape.kv_heads)};
 }
 
@@ -78,58 +84,90 @@ uint64_t IndexSet::held_bytes() const {
   return bytes;
 }
 
-QueryIndex::QueryIndex(const IndexShape& shape, const Memory& memory)
-    : shape_(shape), memory_(memory), ring_positions_(shape.ring_slots()) {}
-
-QueryIndex::RingWrite QueryIndex::BeginRingWrite(uint32_t query_positions) {
-  if (ring_.empty()) {
-    ring_.resize(shape_.kv_heads);
-    for (RingHead& head : ring_) {
-      head.blocks = TakeBlocks(*memory_.centroids, CentroidBlocks(shape_), shape_.ring_slots());
-      head.centroids = PointersTo<uint16_t>(head.blocks);
-      head.norms_block = memory_.norms->Take();
-      head.norms = reinterpret_cast<float*>(head.norms_block.data());
-    }
-  }
-  const uint32_t count = std::min(query_positions, shape_.ring_slots());
-  ring_count_ = std::min(ring_count_, shape_.ring_slots() - count);
-  RingWrite write{.skipped = query_positions - count, .slots = {}};
-  for (uint32_t i = 0; i < count; ++i) write.slots.push_back(SlotOf(ring_next_ + i));
-  return write;
+uint32_t IndexSet::centroid_count() const {
+  size_t count = heads.front().centroids.size();
+  for (const Head& head : heads) count = std::min(count, head.centroids.size());
+  return static_cast<uint32_t>(count);
 }
 
-void QueryIndex::CommitRing(const RingWrite& write, uint32_t first_position) {
-  for (uint32_t i = 0; i < write.slots.size(); ++i) ring_positions_[write.slots[i]] = first_position + i;
-  ring_next_ += write.slots.size();
-  ring_count_ += static_cast<uint32_t>(write.slots.size());
+QueryIndex::QueryIndex(const IndexShape& shape, const Memory& memory) : shape_(shape), memory_(memory) {}
+
+void QueryIndex::TakeRing() {
+  if (!ring_.empty()) return;
+  ring_.resize(shape_.kv_heads);
+  for (RingHead& head : ring_) {
+    head.blocks = TakeBlocks(*memory_.centroids, CentroidBlocks(shape_), shape_.ring_slots());
+    head.centroids = PointersTo<uint16_t>(head.blocks);
+    head.norms_block = memory_.norms->Take();
+    head.norms = reinterpret_cast<float*>(head.norms_block.data());
+  }
+  for (uint32_t slot = shape_.ring_slots(); slot > 0; --slot) free_slots_.push_back(slot - 1);
+}
+
+bool QueryIndex::begins_from_live() const {
+  return shape_.adjusts() && live_ != nullptr && live_->centroid_count() >= shape_.centroids &&
+         appended_ < shape_.centroids;
+}
+
+std::vector<QueryIndex::Source> QueryIndex::Sources(uint32_t kv_head, const std::vector<RingEntry>& picked) const {
+  std::vector<Source> sources;
+  const auto add_entry = [&](const RingEntry& entry, float uses) {
+    sources.push_back({.from = ring_[kv_head].centroids[entry.slot], .position = entry.position, .uses = uses});
+  };
+  if (!begins_from_live()) {
+    for (const RingEntry& entry : picked) add_entry(entry, 0);
+    return sources;
+  }
+  const IndexSet::Head& live = live_->heads[kv_head];
+  const Change change = PlanChange(live);
+  for (uint32_t c = 0; c < live.centroids.size(); ++c) {
+    if (std::binary_search(change.leaving.begin(), change.leaving.end(), c)) continue;
+    sources.push_back({live.centroids[c], live.positions[c], live.uses[c] / 2, live.users[c]});
+  }
+  for (const RingEntry& entry : change.joining) add_entry(entry, change.mean_uses / 2);
+  return sources;
 }
 
 absl::StatusOr<std::unique_ptr<IndexSet>> QueryIndex::StartSet(LaneDevice device, uint32_t begin, uint32_t end) const {
-  CTKVR_CHECK(ring_count_ > 0);
-  const uint32_t count = std::min(ring_count_, shape_.centroids);
+  CTKVR_CHECK(ring_count() > 0);
+  const std::vector<RingEntry> picked = PickEntries();
   auto set = std::make_unique<IndexSet>();
   set->begin = begin;
   set->indexed_length = end;
-  std::vector<uint32_t> slots;
-  for (uint32_t i = 0; i < count; ++i) slots.push_back(SlotOf(ring_next_ - count + i));
-  for (uint32_t slot : slots) set->positions.push_back(ring_positions_[slot]);
   set->heads.resize(shape_.kv_heads);
   std::vector<DeviceCopy> copies;
+  for (uint32_t h = 0; h < shape_.kv_heads; ++h) {
+    IndexSet::Head& head = set->heads[h];
+    const std::vector<Source> sources = Sources(h, picked);
+    const auto count = static_cast<uint32_t>(sources.size());
+    const uint32_t elements = shape_.adjusts() ? shape_.set_elements() : count;
+    head.centroid_blocks = TakeBlocks(*memory_.centroids, CentroidBlocks(shape_), elements);
+    head.list_blocks = TakeBlocks(*memory_.lists, ListBlocks(shape_), elements);
+    for (uint32_t e = elements; e > count; --e) head.free.push_back(e - 1);
+    for (uint32_t i = 0; i < count; ++i) {
+      head.AddCentroid(i, sources[i].position);
+      head.uses.back() = sources[i].uses;
+      head.users.back() = sources[i].user;
+      copies.push_back({.to = head.centroid_blocks.elements[i],
+                        .from = reinterpret_cast<const std::byte*>(sources[i].from),
+                        .bytes = shape_.centroid_bytes()});
+    }
+  }
+  // Nothing to move where every query is a centroid.
+  if (shape_.placement == Placement::kClustered && !begins_from_live() && entries_.size() > picked.size()) {
+    set->clustering = IndexSet::Clustering{.queries = {entries_.begin(), entries_.end()},
+                                           .nearest = std::vector<uint32_t>(entries_.size()),
+                                           .forgotten = forgotten_};
+  }
+  CTKVR_RETURN_IF_ERROR(FillMeanNorms(device, picked, *set));
+  CTKVR_RETURN_IF_ERROR(CopyOnDevice(device, copies));
+  return set;
+}
+
+absl::Status QueryIndex::FillMeanNorms(LaneDevice device, const std::vector<RingEntry>& picked, IndexSet& set) const {
   std::vector<std::vector<float>> norms(shape_.kv_heads);
   BatchMemory memory(device);
   for (uint32_t h = 0; h < shape_.kv_heads; ++h) {
-    IndexSet::Head& head = set->heads[h];
-    head.centroid_blocks = TakeBlocks(*memory_.centroids, CentroidBlocks(shape_), count);
-    head.list_blocks = TakeBlocks(*memory_.lists, ListBlocks(shape_), count);
-    head.centroids = PointersTo<uint16_t>(head.centroid_blocks);
-    head.lists = PointersTo<uint32_t>(head.list_blocks);
-    head.list_counts.assign(count, 0);
-    head.mean_norms.assign(shape_.group_heads, 0);
-    for (uint32_t i = 0; i < count; ++i) {
-      copies.push_back({.to = reinterpret_cast<std::byte*>(head.centroids[i]),
-                        .from = reinterpret_cast<const std::byte*>(ring_[h].centroids[slots[i]]),
-                        .bytes = shape_.centroid_bytes()});
-    }
     norms[h].resize(size_t{shape_.ring_slots()} * shape_.group_heads);
     memory.CopyOut(norms[h].data(), ring_[h].norms, norms[h].size());
   }
@@ -137,19 +175,18 @@ absl::StatusOr<std::unique_ptr<IndexSet>> QueryIndex::StartSet(LaneDevice device
     (void)memory.Settle();
     return status;
   }
-  CTKVR_RETURN_IF_ERROR(CopyOnDevice(device, copies));
   for (uint32_t h = 0; h < shape_.kv_heads; ++h) {
     for (uint32_t r = 0; r < shape_.group_heads; ++r) {
       double sum = 0;
-      for (uint32_t slot : slots) sum += norms[h][size_t{slot} * shape_.group_heads + r];
-      set->heads[h].mean_norms[r] = static_cast<float>(sum / count);
+      for (const RingEntry& entry : picked) sum += norms[h][size_t{entry.slot} * shape_.group_heads + r];
+      set.heads[h].mean_norms.push_back(static_cast<float>(sum / static_cast<double>(picked.size())));
     }
   }
-  return set;
+  return absl::OkStatus();
 }
 
 absl::Status QueryIndex::BuildLists(LaneDevice device, const LayerConfig& layer, const HeadView& view, IndexSet& set,
-                                    const ListRange& range) {
+                                    const ListRange& range) const {
   IndexSet::Head& head = set.heads[range.kv_head];
   const uint32_t group_heads = layer.group_heads();
   const std::vector<float>& sinks = layer.softmax.sink_logits;
@@ -163,10 +200,11 @@ absl::Status QueryIndex::BuildLists(LaneDevice device, const LayerConfig& layer,
       .last_centroid = range.count,
       .begin = set.begin,
       .end = set.indexed_length,
-      .list_tokens = std::min(layer.query_centroids.list_tokens, set.indexed_length - set.begin),
+      .list_tokens = std::min(shape_.packing.list_tokens, set.indexed_length - set.begin),
       .softmax = {.scale = layer.softmax.scale, .softcap = layer.softmax.softcap, .sink_logits = nullptr},
       .reduction = layer.selection.reduction == Reduction::kMaxSoftmax ? GroupReduction::kMaxSoftmax
                                                                        : GroupReduction::kSumSoftmax,
+      .packing = shape_.packing,
       .lists = memory.In(head.lists.data() + range.first, range.count),
       .list_counts = memory.Out(head.list_counts.data() + range.first, range.count)};
   if (!sinks.empty()) item.softmax.sink_logits = memory.In(sinks.data() + range.kv_head * group_heads, group_heads);
@@ -178,55 +216,193 @@ absl::Status QueryIndex::BuildLists(LaneDevice device, const LayerConfig& layer,
   return status;
 }
 
+void QueryIndex::Publish(std::unique_ptr<IndexSet> set) {
+  live_ = std::move(set);
+  retrieved_ = 0;
+  appended_ = 0;
+}
+
+// ---- Adjustment ----------------------------------------------------------------------------------------------------
+
+void IndexSet::Head::AddCentroid(uint32_t element, uint32_t position) {
+  centroids.push_back(reinterpret_cast<uint16_t*>(centroid_blocks.elements[element]));
+  lists.push_back(reinterpret_cast<uint64_t*>(list_blocks.elements[element]));
+  list_counts.push_back(0);
+  positions.push_back(position);
+  elements.push_back(element);
+  uses.push_back(0);
+  users.push_back(0);
+}
+
+void IndexSet::Head::KeepCentroids(const std::vector<uint32_t>& kept) {
+  std::vector<bool> stays(centroids.size());
+  for (uint32_t c : kept) stays[c] = true;
+  for (uint32_t c = 0; c < centroids.size(); ++c) {
+    if (!stays[c]) free.push_back(elements[c]);
+  }
+  const auto keep = [&](auto& array) {
+    auto in_order = array;
+    in_order.clear();
+    for (uint32_t c : kept) in_order.push_back(array[c]);
+    array = std::move(in_order);
+  };
+  keep(centroids);
+  keep(lists);
+  keep(list_counts);
+  keep(positions);
+  keep(elements);
+  keep(uses);
+  keep(users);
+}
+
+void QueryIndex::CountUses(uint32_t kv_head, std::span<const uint32_t> lists, uint32_t position) {
+  if (!shape_.adjusts()) return;
+  IndexSet::Head& head = live_->heads[kv_head];
+  for (uint32_t list : lists) {
+    head.uses[list] += 1;
+    head.users[list] = std::max(head.users[list], position);
+  }
+  if (kv_head == 0) ++retrieved_;
+}
+
+bool QueryIndex::adjustment_due() const {
+  return shape_.adjusts() && live_ != nullptr && retrieved_ >= shape_.adjust_tokens;
+}
+
+QueryIndex::Change QueryIndex::PlanChange(const IndexSet::Head& head) const {
+  const auto count = static_cast<uint32_t>(head.uses.size());
+  double sum = 0;
+  for (float uses : head.uses) sum += uses;
+  const double mean = sum / count;
+  Change change{.leaving = {}, .joining = {}, .mean_uses = static_cast<float>(mean)};
+  std::vector<uint32_t> order(count);
+  std::iota(order.begin(), order.end(), 0);
+  // Least used first, the older of equals first.
+  std::stable_sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) { return head.uses[a] < head.uses[b]; });
+  std::set<uint32_t> taken;
+  for (uint32_t i = count; i > 0 && head.uses[order[i - 1]] > 2 * mean; --i) {
+    const uint32_t user = head.users[order[i - 1]];
+    const RingEntry* entry = user > head.positions.back() ? FindEntry(user) : nullptr;
+    if (entry == nullptr || !taken.insert(user).second) continue;
+    change.joining.push_back(*entry);
+    if (change.joining.size() == limits::kAdjustedCentroidsMax) break;
+  }
+  const size_t wanted = count + change.joining.size();
+  const size_t room = wanted > shape_.capacity ? wanted - shape_.capacity : 0;
+  for (uint32_t c : order) {
+    if (change.leaving.size() == room || !(head.uses[c] < mean / 2)) break;
+    change.leaving.push_back(c);
+  }
+  // The most used come first.
+  change.joining.resize(change.joining.size() - (room - change.leaving.size()));
+  std::sort(change.leaving.begin(), change.leaving.end());
+  std::sort(change.joining.begin(), change.joining.end(),
+            [](const RingEntry& a, const RingEntry& b) { return a.position < b.position; });
+  return change;
+}
+
+absl::StatusOr<std::unique_ptr<IndexSet>> QueryIndex::StartAdjustment(LaneDevice device) const {
+  auto set = std::make_unique<IndexSet>();
+  set->begin = live_->begin;
+  set->indexed_length = live_->indexed_length;
+  std::vector<DeviceCopy> copies;
+  for (uint32_t h = 0; h < shape_.kv_heads; ++h) {
+    const IndexSet::Head& live = live_->heads[h];
+    const Change change = PlanChange(live);
+    IndexSet::Head& head = set->heads.emplace_back();
+    head.centroid_blocks.elements = live.centroid_blocks.elements;
+    head.list_blocks.elements = live.list_blocks.elements;
+    head.mean_norms = live.mean_norms;
+    head.leaving = change.leaving;
+    size_t next = live.free.size();
+    for (const RingEntry& entry : change.joining) {
+      const uint32_t element = live.free[--next];
+      head.AddCentroid(element, entry.position);
+      head.uses.back() = change.mean_uses / 2;
+      copies.push_back({.to = live.centroid_blocks.elements[element],
+                        .from = reinterpret_cast<const std::byte*>(ring_[h].centroids[entry.slot]),
+                        .bytes = shape_.centroid_bytes()});
+    }
+  }
+  CTKVR_RETURN_IF_ERROR(CopyOnDevice(device, copies));
+  return set;
+}
+
+void QueryIndex::Join(std::unique_ptr<IndexSet> adjustment) {
+  for (uint32_t h = 0; h < shape_.kv_heads; ++h) {
+    IndexSet::Head& live = live_->heads[h];
+    const IndexSet::Head& joining = adjustment->heads[h];
+    live.free.resize(live.free.size() - joining.elements.size());
+    for (float& uses : live.uses) uses /= 2;
+    std::vector<uint32_t> kept;
+    for (uint32_t c = 0; c < live.centroids.size(); ++c) {
+      if (!std::binary_search(joining.leaving.begin(), joining.leaving.end(), c)) kept.push_back(c);
+    }
+    live.KeepCentroids(kept);
+    for (size_t i = 0; i < joining.elements.size(); ++i) {
+      live.AddCentroid(joining.elements[i], joining.positions[i]);
+      live.list_counts.back() = joining.list_counts[i];
+      live.uses.back() = joining.uses[i];
+    }
+  }
+  retrieved_ = 0;
+}
+
+// ---- Truncation ----------------------------------------------------------------------------------------------------
+
 absl::StatusOr<QueryIndex::ListCounts> QueryIndex::PlanTruncate(LaneDevice device, uint32_t length) const {
   ListCounts counts;
   if (!LiveReaches(length)) return counts;
-  const auto kept = static_cast<uint32_t>(std::lower_bound(live_->positions.begin(), live_->positions.end(), length) -
-                                          live_->positions.begin());
   for (const IndexSet::Head& head : live_->heads) {
-    std::vector<std::vector<uint32_t>> lists(kept);
+    const auto kept = static_cast<uint32_t>(std::lower_bound(head.positions.begin(), head.positions.end(), length) -
+                                            head.positions.begin());
+    std::vector<std::vector<uint64_t>> lists(kept, std::vector<uint64_t>(shape_.packing.words));
     BatchMemory memory(device);
-    for (uint32_t c = 0; c < kept; ++c) {
-      lists[c].resize(head.list_counts[c]);
-      memory.CopyOut(lists[c].data(), head.lists[c], lists[c].size());
-    }
+    for (uint32_t c = 0; c < kept; ++c) memory.CopyOut(lists[c].data(), head.lists[c], lists[c].size());
     if (absl::Status status = memory.Finish(); !status.ok()) {
       (void)memory.Settle();
       return status;
     }
     // Lists ascend, so what stays of each is a prefix.
     std::vector<uint32_t>& head_counts = counts.emplace_back();
-    for (const std::vector<uint32_t>& list : lists) {
-      head_counts.push_back(static_cast<uint32_t>(std::lower_bound(list.begin(), list.end(), length) - list.begin()));
+    for (uint32_t c = 0; c < kept; ++c) {
+      uint32_t count = 0;
+      VisitPackedList(shape_.packing, lists[c].data(), head.list_counts[c],
+                      [&](uint32_t token) { count += token < length; });
+      head_counts.push_back(count);
     }
   }
   return counts;
 }
 
 void QueryIndex::Truncate(uint32_t length, const ListCounts& counts) {
-  while (ring_count_ > 0 && ring_positions_[SlotOf(ring_next_ - 1)] >= length) {
-    --ring_next_;
-    --ring_count_;
+  while (!entries_.empty() && entries_.back().position >= length) Forget(entries_.size() - 1);
+  if (entries_.empty()) stride_ = 1;
+  if (live_ == nullptr) return;
+  for (IndexSet::Head& head : live_->heads) {
+    for (uint32_t& user : head.users) user = user < length ? user : 0;
   }
   if (!LiveReaches(length)) return;
-  const size_t kept = counts.front().size();
+  const bool any_empty = std::any_of(counts.begin(), counts.end(), [](const auto& head) { return head.empty(); });
   // Without centroids, or with nothing left to list, retrievals are exact.
-  if (kept == 0 || length <= live_->begin) {
+  if (any_empty || length <= live_->begin) {
     live_.reset();
     return;
   }
   live_->indexed_length = std::min(live_->indexed_length, length);
-  live_->positions.resize(kept);
   for (size_t h = 0; h < live_->heads.size(); ++h) {
     IndexSet::Head& head = live_->heads[h];
-    head.centroids.resize(kept);
-    head.lists.resize(kept);
+    std::vector<uint32_t> kept(counts[h].size());
+    std::iota(kept.begin(), kept.end(), 0);
+    head.KeepCentroids(kept);
     head.list_counts = counts[h];
   }
 }
 
 bool QueryIndex::LiveReaches(uint32_t length) const {
-  return live_ != nullptr && (live_->indexed_length > length || live_->positions.back() >= length);
+  if (live_ == nullptr) return false;
+  const auto reaches = [&](const IndexSet::Head& head) { return head.positions.back() >= length; };
+  return live_->indexed_length > length || std::any_of(live_->heads.begin(), live_->heads.end(), reaches);
 }
 
 uint64_t QueryIndex::held_bytes() const {

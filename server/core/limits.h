@@ -50,6 +50,10 @@ inline constexpr uint64_t kSlotTableBytesMax = 1ull << 30;
 // Query centroids a KV head.
 inline constexpr uint32_t kCentroidsMax = 8192;
 inline constexpr uint32_t kListTokensMax = 8192;
+// That one adjustment adds to a KV head: so many spare elements every set has.
+inline constexpr uint32_t kAdjustedCentroidsMax = 64;
+// Retrieved positions between two adjustments: fewer would keep a lane at building lists.
+inline constexpr uint32_t kAdjustTokensMin = 16;
 
 // Tokens a key cluster: fewer cost too much memory (and a byte names the clusters of a block), more estimate no better
 // than none. 16: half the memory of 8, 0.003 more error of the output (kernels/cluster_ops.h).
@@ -91,6 +95,9 @@ inline constexpr std::chrono::nanoseconds kLoadTargetWait = std::chrono::millise
 
 // Centroids one maintenance step builds lists for.
 inline constexpr uint32_t kMaintenanceCentroids = 16;
+// Queries one maintenance step brings to their nearest centroid, and rounds of k-means.
+inline constexpr uint32_t kMaintenanceQueries = 128;
+inline constexpr uint32_t kQueryClusterRounds = 3;
 // Tokens the tail may grow to before maintenance takes it in (MAINTENANCE_AUTO).
 inline constexpr uint32_t kTailTokens = 1000;
 

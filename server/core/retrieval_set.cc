@@ -184,9 +184,9 @@ class SetBuilder {
         .centroid_count = centroid_count,
         .probes = probes,
         .selected = memory_.Out(set_.selected_lists.data(), probes)};
-    set_.merge = {.lists = memory_.In(head.lists.data(), centroid_count),
+    set_.merge = {.packing = layer_.index()->packing(),
+                  .lists = memory_.In(head.lists.data(), centroid_count),
                   .list_counts = memory_.In(head.list_counts.data(), centroid_count),
-                  .list_tokens = config.query_centroids.list_tokens,
                   .selected = set_.select_lists.selected,
                   .probes = probes,
                   .begin = plan.begin,

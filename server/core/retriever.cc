@@ -18,6 +18,7 @@
 #include "server/core/context.h"
 #include "server/core/error.h"
 #include "server/core/observer.h"
+#include "server/core/query_feed.h"
 #include "server/core/retrieval_plan.h"
 #include "server/core/retrieval_set.h"
 
@@ -357,6 +358,10 @@ class Rounds {
     item.answer.bytes_read += BytesRead(set);
     const bool last = set.position + 1 == item.plan.positions.size();
     if (last && item.answer.explanation.has_value()) AddStages(set, *item.answer.explanation);
+    // Under per_head every query head of a group takes the same lists.
+    if (set.is(Path::kCentroids) && set.first_q_head % item.layer->config().group_heads() == 0) {
+      item.layer->index()->CountUses(set.kv_head, set.selected_lists, item.query->position + set.position);
+    }
     if (set.overflow == 0) return;
     item.status = OverflowError(item.options().row_format, set.overflow, "chosen rows");
   }
@@ -415,6 +420,18 @@ absl::Status ConvertOutput(DType dtype, RowFormat format, const char* what, Part
   }
   attention.output.resize(count * DTypeBytes(attention.dtype));
   return overflow == 0 ? absl::OkStatus() : OverflowError(format, overflow, what);
+}
+
+// Queries that were answered, into the rings of their layers.
+void Feed(LaneDevice device, Stats& stats, const std::vector<const RetrievalTask*>& tasks,
+          std::deque<RetrievalItem>& items) {
+  std::vector<FedQuery> fed;
+  for (size_t i = 0; i < tasks.size(); ++i) {
+    RetrievalItem& item = items[i];
+    if (!item.status.ok()) continue;
+    fed.push_back({.session = tasks[i]->session, .layer = item.layer, .query = item.query, .status = &item.status});
+  }
+  FeedQueries(device, stats, fed);
 }
 
 void Conclude(const RetrievalTask& task, RetrievalItem& item, Stats& stats) {
@@ -477,6 +494,7 @@ void RunRetrievals(LaneDevice device, const Clock& clock, Stats& stats, std::spa
     if (item.status.ok()) rounds.Add(item);
   }
   rounds.Flush();
+  Feed(device, stats, begun, items);
   for (size_t i = 0; i < begun.size(); ++i) Conclude(*begun[i], items[i], stats);
 }
 

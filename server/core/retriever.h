@@ -10,7 +10,8 @@
 // remainder, estimated as soon as the chosen are known.
 //
 // The unit of work is a set: one KV head (or query head under per_head) at one position. Sets share operations as far
-// as the lane's scratch reaches; the rest follow in further rounds. Nothing of a session is changed.
+// as the lane's scratch reaches; the rest follow in further rounds. Of a session nothing is changed but its slot tables
+// and the queries that wait to become centroids (query_feed.h).
 // Thread-safe: no state; the device is its lane's.
 
 #pragma once

@@ -172,8 +172,14 @@ absl::StatusOr<TruncateResult> Session::Truncate(LaneDevice device, uint32_t len
   TruncateResult result{.epoch = spec_.epoch, .removed_tokens = {}};
   for (size_t i = 0; i < layers_.size(); ++i) {
     result.removed_tokens.push_back(layers_[i] == nullptr ? 0 : lengths[i] - length);
+    // Queries may be known of a position that no token holds yet.
+    if (layers_[i] != nullptr && layers_[i]->index() != nullptr) {
+      QueryIndex& index = *layers_[i]->index();
+      const uint32_t queries = index.ring_count();
+      index.Truncate(length, counts[i]);
+      if (index.ring_count() != queries && build_ != nullptr && build_->layer == i) build_.reset();
+    }
     if (result.removed_tokens.back() == 0) continue;
-    if (layers_[i]->index() != nullptr) layers_[i]->index()->Truncate(length, counts[i]);
     if (layers_[i]->clusters() != nullptr) layers_[i]->clusters()->Truncate(length);
     layers_[i]->Commit(length);
     if (layers_[i]->slot_table() != nullptr) layers_[i]->slot_table()->Truncate(length);
@@ -248,11 +254,17 @@ bool Session::LayerDue(uint32_t layer) const {
   return held->length() - index.indexed_length() >= limits::kTailTokens;
 }
 
+bool Session::AdjustmentDue(uint32_t layer) const {
+  const Layer* const held = layers_[layer].get();
+  return held != nullptr && held->index() != nullptr && config().maintenance == Maintenance::kAuto &&
+         held->length() > maintenance_[layer].failed_length && held->index()->adjustment_due();
+}
+
 bool Session::MaintenanceDue() const {
   if (failed_) return false;
   if (build_ != nullptr) return true;
   for (uint32_t i = 0; i < layers_.size(); ++i) {
-    if (LayerDue(i)) return true;
+    if (LayerDue(i) || AdjustmentDue(i)) return true;
   }
   return NextClusterLayer() < layers_.size();
 }
@@ -307,7 +319,7 @@ absl::Status Session::MaintenanceStep(LaneDevice device) {
     layer = build_->layer;
     status = ContinueBuild(device);
   } else {
-    while (layer < layers_.size() && !LayerDue(layer)) ++layer;
+    while (layer < layers_.size() && !LayerDue(layer) && !AdjustmentDue(layer)) ++layer;
     if (layer == layers_.size()) return absl::OkStatus();
     status = StartBuild(device, layer);
   }
@@ -323,25 +335,44 @@ absl::Status Session::StartBuild(LaneDevice device, uint32_t layer) {
   const QueryIndex& index = *layers_[layer]->index();
   auto build = std::make_unique<Build>();
   build->layer = layer;
-  CTKVR_ASSIGN_OR_RETURN(build->set,
-                         index.StartSet(device, layers_[layer]->config().selection.sink_tokens, BuildEnd(layer)));
+  // A build adjusts as well.
+  build->joins = !LayerDue(layer);
+  if (build->joins) {
+    CTKVR_ASSIGN_OR_RETURN(build->set, index.StartAdjustment(device));
+  } else {
+    CTKVR_ASSIGN_OR_RETURN(build->set,
+                           index.StartSet(device, layers_[layer]->config().selection.sink_tokens, BuildEnd(layer)));
+  }
   build_ = std::move(build);
   return absl::OkStatus();
 }
 
 absl::Status Session::ContinueBuild(LaneDevice device) {
   Layer& layer = *layers_[build_->layer];
-  const uint32_t centroids = build_->set->centroid_count();
+  if (build_->set->clustering.has_value()) {
+    const absl::Status status = layer.index()->ClusterStep(device, *build_->set);
+    if (status.code() != absl::StatusCode::kAborted) return status;
+    build_.reset();  // the next step begins anew, from what the ring has now
+    return absl::OkStatus();
+  }
+  const auto centroids = static_cast<uint32_t>(build_->set->heads[build_->kv_head].centroids.size());
   const QueryIndex::ListRange range{.kv_head = build_->kv_head,
                                     .first = build_->centroid,
                                     .count = std::min(limits::kMaintenanceCentroids, centroids - build_->centroid)};
-  CTKVR_RETURN_IF_ERROR(QueryIndex::BuildLists(device, layer.config(), layer.View(range.kv_head), *build_->set, range));
+  if (range.count > 0) {
+    const HeadView view = layer.View(range.kv_head);
+    CTKVR_RETURN_IF_ERROR(layer.index()->BuildLists(device, layer.config(), view, *build_->set, range));
+  }
   build_->centroid += range.count;
   if (build_->centroid < centroids) return absl::OkStatus();
   build_->centroid = 0;
   if (++build_->kv_head < layer.config().kv_heads) return absl::OkStatus();
   // All heads at once: a half-built set is never searched.
-  layer.index()->Publish(std::move(build_->set));
+  if (build_->joins) {
+    layer.index()->Join(std::move(build_->set));
+  } else {
+    layer.index()->Publish(std::move(build_->set));
+  }
   MaintenanceState& state = maintenance_[build_->layer];
   if (layer.index()->indexed_length() >= state.wanted_length) state.wanted_length = 0;
   state.failed_length = 0;

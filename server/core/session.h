@@ -100,6 +100,7 @@ class Session {
   struct Build {
     uint32_t layer = 0;
     std::unique_ptr<IndexSet> set;
+    bool joins = false;  // the live set, which stays; else it takes its place
     uint32_t kv_head = 0;
     uint32_t centroid = 0;
   };
@@ -112,6 +113,7 @@ class Session {
   explicit Session(SessionSpec spec) : spec_(std::move(spec)) {}
   void MakeLayers(const std::vector<LayerRequests>& requests, const std::vector<const float*>& signs);
   bool LayerDue(uint32_t layer) const;
+  bool AdjustmentDue(uint32_t layer) const;
   uint32_t BuildEnd(uint32_t layer) const;
   absl::Status StartBuild(LaneDevice device, uint32_t layer);
   absl::Status ContinueBuild(LaneDevice device);

@@ -68,10 +68,22 @@ struct SoftmaxConfig {
   std::vector<float> sink_logits;  // [q_heads] or empty
 };
 
+// Which queries become centroids.
+enum class Placement : uint8_t { kLast, kStrided, kClustered };
+
 struct QueryCentroidConfig {
   uint32_t centroids = 0;  // 0: none
   uint32_t list_tokens = 0;
   std::string name;
+  Placement placement = Placement::kLast;
+  bool retrieved_queries = true;  // queries of retrievals join those of appends
+  uint32_t adjust_tokens = 0;     // positions retrieved between adjustments to use; 0: none
+  uint32_t centroids_max = 0;     // that C may grow to by them
+
+  // That a set may hold.
+  uint32_t capacity() const { return adjust_tokens == 0 ? centroids : centroids_max; }
+
+  bool operator==(const QueryCentroidConfig&) const = default;
 };
 
 // One layer, fully resolved.

@@ -96,6 +96,17 @@ absl::Status ValidateSoftmax(const LayerConfig& layer) {
   return absl::OkStatus();
 }
 
+absl::Status ValidateAdjustment(const QueryCentroidConfig& config) {
+  if (config.adjust_tokens == 0) return InRange("query_centroids.centroids_max", config.centroids_max, 0, 0);
+  CTKVR_RETURN_IF_ERROR(
+      InRange("query_centroids.adjust_tokens", config.adjust_tokens, limits::kAdjustTokensMin, limits::kTokenLimitMax));
+  CTKVR_RETURN_IF_ERROR(
+      InRange("query_centroids.centroids_max", config.centroids_max, config.centroids, limits::kCentroidsMax));
+  if (config.retrieved_queries) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("query_centroids.adjust_tokens is ", config.adjust_tokens,
+                                                 "; it must be 0 where retrieved_queries is false"));
+}
+
 absl::Status ValidateLayer(const LayerConfig& layer, uint32_t first_planes) {
   CTKVR_RETURN_IF_ERROR(ValidateGeometry(layer));
   CTKVR_RETURN_IF_ERROR(ValidateSoftmax(layer));
@@ -105,6 +116,7 @@ absl::Status ValidateLayer(const LayerConfig& layer, uint32_t first_planes) {
                                 limits::kListTokensMax));
   CTKVR_RETURN_IF_ERROR(
       InRange("bytes of query_centroids.name", centroids.name.size(), 0, limits::kCentroidSetNameBytesMax));
+  CTKVR_RETURN_IF_ERROR(ValidateAdjustment(centroids));
   if (layer.tokens_per_cluster != 0) {
     CTKVR_RETURN_IF_ERROR(InRange("key_clusters.tokens_per_cluster", layer.tokens_per_cluster,
                                   limits::kTokensPerClusterMin, limits::kTokensPerClusterMax));

@@ -40,25 +40,36 @@ void EncodePolicies(const PolicyConfig& config, v1::Policies* message) {
   }
 }
 
+v1::QueryCentroidOptions::Placement EncodePlacement(Placement placement) {
+  switch (placement) {
+    case Placement::kLast:
+      return v1::QueryCentroidOptions::PLACEMENT_LAST;
+    case Placement::kStrided:
+      return v1::QueryCentroidOptions::PLACEMENT_STRIDED;
+    case Placement::kClustered:
+      return v1::QueryCentroidOptions::PLACEMENT_CLUSTERED;
+  }
+  return v1::QueryCentroidOptions::PLACEMENT_UNSPECIFIED;
+}
+
 void EncodeQueryCentroids(const QueryCentroidConfig& config, v1::QueryCentroidOptions* message) {
   message->set_centroids(config.centroids);
   message->set_list_tokens(config.list_tokens);
-  message->set_placement(v1::QueryCentroidOptions::PLACEMENT_LAST);
+  message->set_placement(EncodePlacement(config.placement));
   message->set_name(config.name);
+  message->set_retrieved_queries(config.retrieved_queries);
+  message->set_adjust_tokens(config.adjust_tokens);
+  message->set_centroids_max(config.centroids_max);
 }
 
 bool SameSoftmax(const SoftmaxConfig& a, const SoftmaxConfig& b) {
   return a.scale == b.scale && a.softcap == b.softcap && a.sink_logits == b.sink_logits;
 }
 
-bool SameCentroids(const QueryCentroidConfig& a, const QueryCentroidConfig& b) {
-  return a.centroids == b.centroids && a.list_tokens == b.list_tokens && a.name == b.name;
-}
-
 bool SameLayer(const LayerConfig& a, const LayerConfig& b) {
   return a.absent == b.absent && a.dense == b.dense && a.q_heads == b.q_heads && a.kv_heads == b.kv_heads &&
          a.head_dim == b.head_dim && a.value_dim == b.value_dim && a.format == b.format && a.selection == b.selection &&
-         SameSoftmax(a.softmax, b.softmax) && SameCentroids(a.query_centroids, b.query_centroids) &&
+         SameSoftmax(a.softmax, b.softmax) && a.query_centroids == b.query_centroids &&
          a.tokens_per_cluster == b.tokens_per_cluster;
 }
 

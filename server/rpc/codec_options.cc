@@ -127,22 +127,35 @@ absl::Status MergeSoftmax(const v1::SoftmaxOptions& message, const FieldPath& wh
 
 using CentroidSets = google::protobuf::RepeatedPtrField<v1::QueryCentroidOptions>;
 
+absl::StatusOr<Placement> DecodePlacement(const v1::QueryCentroidOptions& set, const FieldPath& where) {
+  switch (set.placement()) {
+    case v1::QueryCentroidOptions::PLACEMENT_UNSPECIFIED:
+    case v1::QueryCentroidOptions::PLACEMENT_LAST:
+      return Placement::kLast;
+    case v1::QueryCentroidOptions::PLACEMENT_STRIDED:
+      return Placement::kStrided;
+    case v1::QueryCentroidOptions::PLACEMENT_CLUSTERED:
+      return Placement::kClustered;
+    default:
+      return UnknownEnum(FieldPath(where, "placement"), set.placement(), v1::QueryCentroidOptions::Placement_MAX);
+  }
+}
+
 absl::Status MergeQueryCentroids(const CentroidSets& sets, const FieldPath& where, LayerDraft* draft) {
   if (sets.empty()) return absl::OkStatus();
   if (sets.size() > 1) return NotServed(FieldPath(where, "more than one set"));
   const v1::QueryCentroidOptions& set = sets[0];
-  switch (set.placement()) {
-    case v1::QueryCentroidOptions::PLACEMENT_UNSPECIFIED:
-    case v1::QueryCentroidOptions::PLACEMENT_LAST:
-      break;
-    case v1::QueryCentroidOptions::PLACEMENT_STRIDED:
-    case v1::QueryCentroidOptions::PLACEMENT_CLUSTERED:
-      return NotServed(FieldPath(where, v1::QueryCentroidOptions::Placement_Name(set.placement()).c_str()));
-    default:
-      return UnknownEnum(FieldPath(where, "placement"), set.placement(), v1::QueryCentroidOptions::Placement_MAX);
-  }
+  CTKVR_ASSIGN_OR_RETURN(const Placement placement, DecodePlacement(set, where));
   CTKVR_RETURN_IF_ERROR(AtMost(FieldPath(where, "name bytes"), set.name().size(), limits::kCentroidSetNameBytesMax));
-  draft->config.query_centroids = {.centroids = set.centroids(), .list_tokens = set.list_tokens(), .name = set.name()};
+  draft->config.query_centroids = {.centroids = set.centroids(),
+                                   .list_tokens = set.list_tokens(),
+                                   .name = set.name(),
+                                   .placement = placement,
+                                   .retrieved_queries = !set.has_retrieved_queries() || set.retrieved_queries(),
+                                   .adjust_tokens = set.adjust_tokens(),
+                                   .centroids_max = set.centroids_max()};
+  QueryCentroidConfig& config = draft->config.query_centroids;
+  if (config.adjust_tokens > 0 && config.centroids_max == 0) config.centroids_max = config.centroids;
   return absl::OkStatus();
 }
 

@@ -8,6 +8,7 @@
 #include <cmath>
 
 #include "tests/conformance/op_cases.h"
+#include "tests/testing/list_oracle.h"
 
 namespace ctkvr::testing {
 namespace {
@@ -68,10 +69,12 @@ class BuildListsConformance : public OpConformance {
     std::vector<float> mean_norms(options.heads);
     for (uint32_t r = 0; r < options.heads; ++r) mean_norms[r] = 3 + static_cast<float>(r);
     const float scale = 1 / std::sqrt(static_cast<float>(head_dim));
-    std::vector<GuardedArray<uint32_t>> lists;
-    std::vector<uint32_t*> pointers;
-    for (uint32_t c = 0; c < options.centroids; ++c) lists.emplace_back(options.list_tokens + 2);
-    for (GuardedArray<uint32_t>& list : lists) pointers.push_back(list.data());
+    const uint32_t list_tokens = std::max(1u, options.list_tokens);
+    const PackedLists packing = MakePackedLists(list_tokens, std::max(list_tokens, options.end));
+    std::vector<GuardedArray<uint64_t>> lists;
+    std::vector<uint64_t*> pointers;
+    for (uint32_t c = 0; c < options.centroids; ++c) lists.emplace_back(packing.words + 2);
+    for (GuardedArray<uint64_t>& list : lists) pointers.push_back(list.data());
     GuardedArray<uint32_t> counts(options.centroids);
     const BuildListsItem item = {
         .view = head.view(),
@@ -87,6 +90,7 @@ class BuildListsConformance : public OpConformance {
                     .softcap = options.softcap,
                     .sink_logits = options.sink_logits.empty() ? nullptr : options.sink_logits.data()},
         .reduction = options.reduction,
+        .packing = packing,
         .lists = pointers.data(),
         .list_counts = counts.data()};
     ASSERT_TRUE(backend().BuildLists(stream(), {&item, 1}).ok());
@@ -109,8 +113,8 @@ class BuildListsConformance : public OpConformance {
       const oracle::Row ranks =
           options.heads == 1 ? scores[0] : oracle::GroupRanks(oracle::LogShares(scores, softmax), options.reduction);
       ASSERT_EQ(counts[c], std::min<size_t>(options.list_tokens, keys.size()));
-      ASSERT_TRUE(lists[c].IsUntouchedFrom(counts[c]));
-      Positions list(lists[c].data(), lists[c].data() + counts[c]);
+      ASSERT_TRUE(lists[c].IsUntouchedFrom(packing.words));
+      Positions list = oracle::UnpackList(lists[c].data(), counts[c], packing.low_bits, packing.low_words);
       for (uint32_t& position : list) position -= options.begin;
       ASSERT_TRUE(IsTopK(list, ranks, options.list_tokens, options.exact_ties ? 0 : Band(head, queries, options)))
           << "centroid " << c;
@@ -228,10 +232,12 @@ TEST_P(BuildListsConformance, CentroidsTogetherEqualCentroidsAlone) {
   const StoredHead head({.head_dim = 128, .tokens = 300}, 79);
   const Centroids centroids(11, 4, 128, 80);
   const std::vector<float> mean_norms = {1, 2, 3, 4};
-  std::vector<Positions> together(11, Positions(64)), alone = together;
+  const PackedLists packing = MakePackedLists(64, 300);
+  using Packed = std::vector<uint64_t>;
+  std::vector<Packed> together(11, Packed(packing.words)), alone = together;
   std::vector<uint32_t> counts(11), counts_alone(11);
-  const auto item = [&](std::vector<Positions>& lists, std::vector<uint32_t*>& pointers, uint32_t* list_counts) {
-    for (Positions& list : lists) pointers.push_back(list.data());
+  const auto item = [&](std::vector<Packed>& lists, std::vector<uint64_t*>& pointers, uint32_t* list_counts) {
+    for (Packed& list : lists) pointers.push_back(list.data());
     return BuildListsItem{.view = head.view(),
                           .heads = 4,
                           .centroids = centroids.pointers(),
@@ -242,10 +248,11 @@ TEST_P(BuildListsConformance, CentroidsTogetherEqualCentroidsAlone) {
                           .end = 300,
                           .list_tokens = 64,
                           .softmax = {.scale = 0.1f},
+                          .packing = packing,
                           .lists = pointers.data(),
                           .list_counts = list_counts};
   };
-  std::vector<uint32_t*> pointers, pointers_alone;
+  std::vector<uint64_t*> pointers, pointers_alone;
   const BuildListsItem all = item(together, pointers, counts.data());
   ASSERT_TRUE(backend().BuildLists(stream(), {&all, 1}).ok());
   std::vector<BuildListsItem> items(11, item(alone, pointers_alone, counts_alone.data()));
@@ -329,26 +336,31 @@ class MergeCandidatesConformance : public OpConformance {
     std::vector<Positions> lists;
     Positions selected;
     uint32_t begin = 0, end = 0, force_below = 0, force_from = 0xffffffffu;
+    uint32_t list_tokens = 200;
   };
 
   void Check(const Input& input) {
-    uint32_t list_tokens = 0;
-    for (const Positions& list : input.lists) list_tokens = std::max(list_tokens, static_cast<uint32_t>(list.size()));
-    std::vector<Positions> lists = input.lists;
-    std::vector<uint32_t*> pointers;
+    const PackedLists packing = MakePackedLists(input.list_tokens, 1000);
+    std::vector<std::vector<uint64_t>> lists;
     Positions counts;
-    for (Positions& list : lists) {
+    for (const Positions& list : input.lists) {
+      // Past its count a list may hold more positions: those that truncation took.
       counts.push_back(static_cast<uint32_t>(list.size()));
-      list.resize(list_tokens, 0xdeadbeefu);  // past its count a list holds anything
-      pointers.push_back(list.data());
+      Positions longer = list;
+      for (uint32_t t = list.empty() ? 0 : list.back() + 1; t < 1000 && longer.size() < input.list_tokens; t += 7) {
+        longer.push_back(t);
+      }
+      lists.push_back(oracle::PackList(longer, packing.low_bits, packing.low_words, packing.words));
     }
+    std::vector<const uint64_t*> pointers;
+    for (const std::vector<uint64_t>& list : lists) pointers.push_back(list.data());
     const Positions expected = oracle::MergeCandidates(input.lists, input.selected, input.begin, input.end,
                                                        input.force_below, input.force_from);
     GuardedArray<uint32_t> tokens(expected.size() + 3), count(1);
     GuardedArray<uint64_t> workspace(MergeCandidatesWorkspaceBytes(input.begin, input.end) / 8);
-    const MergeCandidatesItem item = {.lists = pointers.data(),
+    const MergeCandidatesItem item = {.packing = packing,
+                                      .lists = pointers.data(),
                                       .list_counts = counts.data(),
-                                      .list_tokens = list_tokens,
                                       .selected = input.selected.data(),
                                       .probes = static_cast<uint32_t>(input.selected.size()),
                                       .begin = input.begin,

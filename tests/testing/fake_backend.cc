@@ -122,6 +122,10 @@ std::vector<const void*> PointersOf(const Item& item) {
             item.chosen, item.chosen_count, item.chosen_scores, item.workspace};
   } else if constexpr (std::is_same_v<Item, WriteCentroidsItem>) {
     return {item.queries, item.slots, item.centroids, item.norms};
+  } else if constexpr (std::is_same_v<Item, AssignQueriesItem>) {
+    return {item.queries, item.centroids, item.nearest};
+  } else if constexpr (std::is_same_v<Item, AverageQueriesItem>) {
+    return {item.queries, item.nearest, item.centroids};
   } else if constexpr (std::is_same_v<Item, BuildListsItem>) {
     return {item.centroids, item.mean_norms, item.softmax.sink_logits, item.lists, item.list_counts};
   } else if constexpr (std::is_same_v<Item, SelectListsItem>) {
@@ -243,6 +247,12 @@ absl::Status FakeBackend::SelectTokens(Stream& stream, std::span<const SelectTok
 }
 absl::Status FakeBackend::WriteCentroids(Stream& stream, std::span<const WriteCentroidsItem> items) {
   return Operate(stream, "WriteCentroids", items, &Backend::WriteCentroids);
+}
+absl::Status FakeBackend::AssignQueries(Stream& stream, std::span<const AssignQueriesItem> items) {
+  return Operate(stream, "AssignQueries", items, &Backend::AssignQueries);
+}
+absl::Status FakeBackend::AverageQueries(Stream& stream, std::span<const AverageQueriesItem> items) {
+  return Operate(stream, "AverageQueries", items, &Backend::AverageQueries);
 }
 absl::Status FakeBackend::BuildLists(Stream& stream, std::span<const BuildListsItem> items) {
   return Operate(stream, "BuildLists", items, &Backend::BuildLists);

@@ -69,6 +69,8 @@ class FakeBackend final : public Backend {
   absl::Status ScoreTokens(Stream& stream, std::span<const ScoreTokensItem> items) override;
   absl::Status SelectTokens(Stream& stream, std::span<const SelectTokensItem> items) override;
   absl::Status WriteCentroids(Stream& stream, std::span<const WriteCentroidsItem> items) override;
+  absl::Status AssignQueries(Stream& stream, std::span<const AssignQueriesItem> items) override;
+  absl::Status AverageQueries(Stream& stream, std::span<const AverageQueriesItem> items) override;
   absl::Status BuildLists(Stream& stream, std::span<const BuildListsItem> items) override;
   absl::Status SelectLists(Stream& stream, std::span<const SelectListsItem> items) override;
   absl::Status MergeCandidates(Stream& stream, std::span<const MergeCandidatesItem> items) override;

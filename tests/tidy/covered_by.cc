@@ -10,6 +10,8 @@ const std::map<std::string, std::string>& CoveredBy() {
   static const auto* const table = new std::map<std::string, std::string>{
       // Operations: conformance cases hold every instruction set to the oracle.
       {"kernels/cpu/arrange_sketch.cc", "tests/conformance/arrange_op_test.cc"},
+      {"kernels/cpu/assign_queries.cc", "tests/conformance/query_cluster_op_test.cc"},
+      {"kernels/cpu/average_queries.cc", "tests/conformance/query_cluster_op_test.cc"},
       {"kernels/cpu/attend.cc", "tests/conformance/attend_op_test.cc"},
       {"kernels/cpu/build_clusters.cc", "tests/conformance/cluster_op_test.cc"},
       {"kernels/cpu/build_lists.cc", "tests/conformance/list_op_test.cc"},
@@ -36,6 +38,8 @@ const std::map<std::string, std::string>& CoveredBy() {
       {"kernels/cpu/scan_avx512.cc", "tests/conformance/scan_kernels_test.cc"},
       {"kernels/cpu/scan_portable.cc", "tests/conformance/scan_kernels_test.cc"},
       // Parts of a layer and of a retrieval: through the engine, against the oracle.
+      {"server/core/index_clustering.cc", "tests/server/core/index_test.cc"},
+      {"server/core/index_ring.cc", "tests/server/core/index_test.cc"},
       {"server/core/repeat_check.cc", "tests/server/core/appender_test.cc"},
       {"server/core/retrieval_set.cc", "tests/server/core/retriever_test.cc"},
       {"server/core/step.cc", "tests/server/core/lane_test.cc"},

@@ -68,11 +68,13 @@ TEST_F(SelectionFlagsTest, PoliciesReachTheirFields) {
 }
 
 TEST_F(SelectionFlagsTest, QueryCentroidsComeWithTheirSet) {
-  ASSERT_TRUE(Parse({"--source", "query_centroids", "--centroids", "64", "--list-tokens", "128", "--probes", "2"}));
+  ASSERT_TRUE(Parse({"--source", "query_centroids", "--centroids", "64", "--list-tokens", "128", "--probes", "2",
+                     "--placement", "strided"}));
   const v1::SessionOptions options = MakeSessionOptions(flags_);
   ASSERT_EQ(options.query_centroids_size(), 1);
   EXPECT_EQ(options.query_centroids(0).centroids(), 64u);
   EXPECT_EQ(options.query_centroids(0).list_tokens(), 128u);
+  EXPECT_EQ(options.query_centroids(0).placement(), v1::QueryCentroidOptions::PLACEMENT_STRIDED);
   EXPECT_EQ(options.selection().probes(), 2u);
   EXPECT_FALSE(options.selection().has_candidate_tokens());
 }

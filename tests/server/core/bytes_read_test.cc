@@ -157,7 +157,7 @@ class LineRecorder {
   }
   void Read(const MergeCandidatesItem& item) {
     for (uint32_t i = 0; i < item.probes; ++i) {
-      Touch(item.lists[item.selected[i]], size_t{4} * item.list_counts[item.selected[i]]);
+      if (item.list_counts[item.selected[i]] > 0) Touch(item.lists[item.selected[i]], item.packing.list_bytes());
     }
   }
   // The conformance cases of the operation hold it to the lines it counts.

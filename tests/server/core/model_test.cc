@@ -46,6 +46,12 @@ class ModelTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
       if (KeysAreCoded(layer.format) && Chance(2)) layer.selection.source = Source::kSketch;
       layer.selection.dense_below_tokens = Chance(2) ? 0 : 50;
       if (Chance(2)) layer.tokens_per_cluster = 16;
+      const Placement placements[] = {Placement::kLast, Placement::kStrided, Placement::kClustered};
+      layer.query_centroids.placement = placements[Below(3)];
+      if (Chance(2)) {
+        layer.query_centroids.adjust_tokens = limits::kAdjustTokensMin;
+        layer.query_centroids.centroids_max = layer.query_centroids.centroids + Below(20);
+      }
     }
     return config;
   }

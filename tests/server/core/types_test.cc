@@ -30,6 +30,11 @@ struct Case {
 LayerConfig& L(SessionConfig& config) { return config.layers[1]; }
 Selection& S(SessionConfig& config) { return config.layers[1].selection; }
 void WithCentroids(SessionConfig& c) { L(c).query_centroids = {.centroids = 8, .list_tokens = 8, .name = "set"}; }
+void WithAdjustment(SessionConfig& c) {
+  WithCentroids(c);
+  L(c).query_centroids.adjust_tokens = 128;
+  L(c).query_centroids.centroids_max = 12;
+}
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -118,6 +123,27 @@ const std::vector<Case>& LayerCases() {
       {"no lists", [](auto& c) { WithCentroids(c); },
        [](auto& c) { WithCentroids(c), L(c).query_centroids.list_tokens = 0; },
        "query_centroids.list_tokens is 0; the least is 1"},
+  };
+  return cases;
+}
+
+const std::vector<Case>& CentroidCases() {
+  static const std::vector<Case> cases = {
+      {"adjustment", [](auto& c) { WithAdjustment(c), L(c).query_centroids.adjust_tokens = 16; },
+       [](auto& c) { WithAdjustment(c), L(c).query_centroids.adjust_tokens = 15; },
+       "query_centroids.adjust_tokens is 15; the least is 16"},
+      {"fewest centroids at most", [](auto& c) { WithAdjustment(c), L(c).query_centroids.centroids_max = 8; },
+       [](auto& c) { WithAdjustment(c), L(c).query_centroids.centroids_max = 7; },
+       "query_centroids.centroids_max is 7; the least is 8"},
+      {"most centroids at most", [](auto& c) { WithAdjustment(c), L(c).query_centroids.centroids_max = 8192; },
+       [](auto& c) { WithAdjustment(c), L(c).query_centroids.centroids_max = 8193; },
+       "query_centroids.centroids_max is 8193; the limit is 8192"},
+      {"no adjustment", [](auto& c) { WithCentroids(c), L(c).query_centroids.centroids_max = 0; },
+       [](auto& c) { WithCentroids(c), L(c).query_centroids.centroids_max = 8; },
+       "query_centroids.centroids_max is 8; the limit is 0"},
+      {"adjusted to retrievals", [](auto& c) { WithAdjustment(c); },
+       [](auto& c) { WithAdjustment(c), L(c).query_centroids.retrieved_queries = false; },
+       "query_centroids.adjust_tokens is 128; it must be 0 where retrieved_queries is false"},
       {"set name", [](auto& c) { WithCentroids(c), L(c).query_centroids.name.assign(64, 'n'); },
        [](auto& c) { WithCentroids(c), L(c).query_centroids.name.assign(65, 'n'); },
        "bytes of query_centroids.name is 65; the limit is 64"},
@@ -190,6 +216,8 @@ class TypesTest : public ::testing::Test {
 
 TEST_F(TypesTest, SessionsKeepEveryLimit) { Check(SessionCases()); }
 TEST_F(TypesTest, LayersKeepEveryLimit) { Check(LayerCases()); }
+
+TEST_F(TypesTest, QueryCentroidsKeepEveryLimit) { Check(CentroidCases()); }
 TEST_F(TypesTest, SelectionsKeepEveryLimit) { Check(SelectionCases()); }
 
 TEST_F(TypesTest, AnAbsentLayerIsNotLookedAt) {

@@ -143,7 +143,8 @@ TEST(DecodeSessionOptionsTest, EveryFieldOfTheSessionIsTaken) {
   v1::QueryCentroidOptions* set = options.add_query_centroids();
   set->set_centroids(256);
   set->set_list_tokens(512);
-  set->set_placement(v1::QueryCentroidOptions::PLACEMENT_LAST);
+  set->set_placement(v1::QueryCentroidOptions::PLACEMENT_STRIDED);
+  set->set_retrieved_queries(false);
   set->set_name("set");
   const SessionConfig config = Decoded(options);
   EXPECT_EQ(config.dtype, DType::kBF16);
@@ -162,6 +163,8 @@ TEST(DecodeSessionOptionsTest, EveryFieldOfTheSessionIsTaken) {
   EXPECT_EQ(layer.query_centroids.centroids, 256u);
   EXPECT_EQ(layer.query_centroids.list_tokens, 512u);
   EXPECT_EQ(layer.query_centroids.name, "set");
+  EXPECT_EQ(layer.query_centroids.placement, Placement::kStrided);
+  EXPECT_FALSE(layer.query_centroids.retrieved_queries);
 }
 
 TEST(LayerOverrideTest, EveryFieldIsLaidOverItsLayersAlone) {
@@ -191,6 +194,10 @@ TEST(LayerOverrideTest, EveryFieldIsLaidOverItsLayersAlone) {
     EXPECT_EQ(layer.softmax.softcap, 50);
     EXPECT_FLOAT_EQ(layer.softmax.scale, static_cast<float>(1 / std::sqrt(128.0)));  // of this layer's head_dim
     EXPECT_EQ(layer.query_centroids.centroids, 3u);
+    EXPECT_EQ(layer.query_centroids.placement, Placement::kLast);
+    EXPECT_TRUE(layer.query_centroids.retrieved_queries);
+    EXPECT_EQ(layer.query_centroids.adjust_tokens, 0u);
+    EXPECT_EQ(layer.query_centroids.centroids_max, 0u);
   }
   for (uint32_t i : {0u, 2u}) {
     EXPECT_EQ(config.layers[i].head_dim, 64u);
@@ -354,12 +361,6 @@ INSTANTIATE_TEST_SUITE_P(
               "SOURCE_KEY_CENTROIDS"},
         Break{"KeyCentroidsSketch", [](auto& o) { o.mutable_selection()->set_source(v1::SOURCE_KEY_CENTROIDS_SKETCH); },
               kNotServed, "SOURCE_KEY_CENTROIDS_SKETCH"},
-        Break{"Strided",
-              [](auto& o) { o.add_query_centroids()->set_placement(v1::QueryCentroidOptions::PLACEMENT_STRIDED); },
-              kNotServed, "PLACEMENT_STRIDED"},
-        Break{"Clustered",
-              [](auto& o) { o.add_query_centroids()->set_placement(v1::QueryCentroidOptions::PLACEMENT_CLUSTERED); },
-              kNotServed, "PLACEMENT_CLUSTERED"},
         Break{"TwoSets",
               [](auto& o) {
                 o.add_query_centroids();
@@ -392,9 +393,7 @@ bool SameLayers(const SessionConfig& a, const SessionConfig& b) {
                       x.kv_heads == y.kv_heads && x.head_dim == y.head_dim && x.value_dim == y.value_dim &&
                       x.format == y.format && x.selection == y.selection && x.softmax.scale == y.softmax.scale &&
                       x.softmax.softcap == y.softmax.softcap && x.softmax.sink_logits == y.softmax.sink_logits &&
-                      x.query_centroids.centroids == y.query_centroids.centroids &&
-                      x.query_centroids.list_tokens == y.query_centroids.list_tokens &&
-                      x.query_centroids.name == y.query_centroids.name && x.tokens_per_cluster == y.tokens_per_cluster;
+                      x.query_centroids == y.query_centroids && x.tokens_per_cluster == y.tokens_per_cluster;
     if (!same) return false;
   }
   return true;
@@ -437,6 +436,9 @@ LayerConfig RandomLayer(std::mt19937_64& random) {
   layer.softmax.softcap = coin() ? 30.0f : 0.0f;
   if (coin()) layer.softmax.sink_logits.assign(layer.q_heads, coin() ? 0.0f : 2.0f);
   if (coin()) layer.query_centroids = {.centroids = 16, .list_tokens = 8, .name = "set"};
+  layer.query_centroids.placement = static_cast<Placement>(random() % 3);
+  layer.query_centroids.retrieved_queries = coin();
+  if (coin()) layer.query_centroids.adjust_tokens = 128, layer.query_centroids.centroids_max = 20;
   layer.tokens_per_cluster = coin() ? 0 : 8;
   return layer;
 }
