@@ -17,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "kernels/attention_ops.h"
 #include "kernels/cluster_ops.h"
+#include "kernels/cluster_search_ops.h"
 #include "kernels/list_ops.h"
 #include "kernels/ops.h"
 
@@ -93,6 +94,8 @@ class Backend {
   virtual absl::Status BuildClusters(Stream& stream, std::span<const BuildClustersItem> items) = 0;
   virtual absl::Status ArrangeSketch(Stream& stream, std::span<const ArrangeSketchItem> items) = 0;
   virtual absl::Status EstimateRest(Stream& stream, std::span<const EstimateRestItem> items) = 0;
+  virtual absl::Status SelectClusters(Stream& stream, std::span<const SelectClustersItem> items) = 0;
+  virtual absl::Status ScanClusters(Stream& stream, std::span<const ScanClustersItem> items) = 0;
 };
 
 }  // namespace ctkvr

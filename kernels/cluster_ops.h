@@ -12,8 +12,9 @@
 //     mean[i] = scale * level[i],  scale = smallest bfloat16 >= float32(max|mean| / 127),  level within +-127
 //     (all 0 where the scale is 0)
 //
-// Means of coded keys are those of x in formats.h (rotated, less the key mean); means of float keys are less the mean
-// of the block's keys, its centre, which the block keeps. The estimate is that of RetroInfer
+// and how far its keys lie from their mean: spread, the root of the mean of (key - mean)^2 over its tokens and
+// dimensions, at most 65504, in binary16. Means of coded keys are those of x in formats.h (rotated, less the key mean);
+// means of float keys are less the mean of the block's keys, its centre, which the block keeps. The estimate is that of RetroInfer
 // (https://arxiv.org/abs/2505.02922): a cluster's tokens that are left, all taken to lie at the means.
 //
 // Why so: relative error of the attention output against full attention, median over steps and 99th percentile,
@@ -51,9 +52,9 @@ inline constexpr uint32_t kTokensPerClusterMin = kClusterBlockTokens / 256;
 
 // Offsets in bytes within a block of clusters; arrays begin on lines. Plain data.
 //
-// Bytes a token in long sessions, for C = 1024 / tokens_per_cluster <= 64: (head_dim + value_dim + 6) * C / 1024 + 2.
-// At head_dim = value_dim = 128 that is 18.375 for 16 tokens a cluster and 17.625 for 17, beside the 212 of k8v4 and
-// the 180 of k6v4: 22.50 % and 22.42 % of float32, 19.37 % and 19.30 %.
+// Bytes a token in long sessions, for C = 1024 / tokens_per_cluster <= 64: (head_dim + value_dim + 8) * C / 1024 + 2.
+// At head_dim = value_dim = 128 that is 18.5 for 16 tokens a cluster and 17.75 for 17, beside the 212 of k8v4 and the
+// 180 of k6v4: 22.51 % and 22.44 % of float32, 19.38 % and 19.31 %.
 struct ClusterLayout {
   uint32_t head_dim = 0;
   uint32_t value_dim = 0;
@@ -65,6 +66,7 @@ struct ClusterLayout {
   uint32_t key_scales_offset = 0;    // [C] bfloat16
   uint32_t value_scales_offset = 0;  // [C] bfloat16
   uint32_t centre_offset = 0;        // [head_dim] float32; float keys only
+  uint32_t spreads_offset = 0;       // [C] binary16
   uint32_t ends_offset = 0;          // as in SketchOrder, as the next two, and the last arrays
   uint32_t places_offset = 0;
   uint32_t members_offset = 0;
@@ -97,6 +99,7 @@ constexpr ClusterLayout MakeClusterLayout(Format format, uint32_t head_dim, uint
   layout.value_means_offset = place(layout.clusters * value_dim);
   layout.key_scales_offset = place(layout.clusters * 2);
   layout.value_scales_offset = place(layout.clusters * 2);
+  layout.spreads_offset = place(layout.clusters * 2);
   layout.centre_offset = place(layout.coded ? 0 : head_dim * 4);
   layout.ends_offset = place(layout.clusters * 2);
   layout.places_offset = place(kClusterBlockTokens * 2);
@@ -108,8 +111,8 @@ constexpr ClusterLayout MakeClusterLayout(Format format, uint32_t head_dim, uint
 // Clusters of tokens [begin, begin + count): ceil(count / tokens_per_cluster) of them, by k-means on the directions of
 // the mean-free keys. The first partition halves sets of tokens along the line between two that lie far apart; a round
 // gives each token to the cluster of the largest cosine (ties: the lower one) and makes the cluster's direction the sum
-// of its tokens' directions, where there is one. No random numbers. Clusters may end up empty. Written: means and
-// scales of clusters that are not empty, the centre of float keys, the whole order: of tokens of the block that are
+// of its tokens' directions, where there is one. No random numbers. Clusters may end up empty. Written: means,
+// scales and spreads of clusters that are not empty, the centre of float keys, the whole order: of tokens of the block that are
 // not in [begin, begin + count), the offset is the slot, and a member among those counts for nothing.
 // REQUIRES: !view.raw(), count >= 1, begin % kClusterBlockTokens + count <= kClusterBlockTokens,
 // begin + count <= view.length.
@@ -143,7 +146,8 @@ struct ArrangeSketchItem {
 //   log_sum_exp[r] = log(sum_c weight(r, c)),  output[r] = sum_c weight(r, c) * mean value of c / sum_c weight(r, c)
 // -infinity and zeros where nothing is left. The sink logit has no part in it. Clusters that together weigh less than
 // 2^-16 of a head's sum may be left out of its output; lines_read counts the 64-byte lines of the blocks that were
-// read: all ends, the place or member of each token that is left out or listed, means, scales and centres, each once.
+// read: all ends, the place or member of each token that is left out or listed, means, scales and centres, each once;
+// with mean_logits no ends, and nothing of listed tokens: what found them has read those.
 // REQUIRES: tokens ascending, all within [visible_begin, visible_end).
 struct EstimateRestItem {
   PreparedQuery query;
@@ -157,6 +161,8 @@ struct EstimateRestItem {
   const uint32_t* count = nullptr;
   uint32_t count_max = 0;
   SoftmaxParams softmax;
+  // [R, clusters of all blocks]: what SelectClusters left of the same query, or null; then the means of keys are read.
+  const float* mean_logits = nullptr;
   float* output = nullptr;       // [R, value_dim]
   float* log_sum_exp = nullptr;  // [R]
   uint64_t* lines_read = nullptr;

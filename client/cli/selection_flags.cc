@@ -34,7 +34,7 @@ void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
       ->check(one_of({"f32", "f16", "bf16", "k8v8", "k8v4", "k6v4"}))
       ->capture_default_str();
   command->add_option("--source", flags->source, "Where candidates come from")
-      ->check(one_of({"auto", "dense", "exact", "sketch", "query_centroids"}))
+      ->check(one_of({"auto", "dense", "exact", "sketch", "query_centroids", "key_centroids", "key_centroids_sketch"}))
       ->capture_default_str();
   command->add_option("--reduction", flags->reduction, "How the heads of a group become one ranking")
       ->check(one_of({"sum_softmax", "max_softmax", "per_head"}))
@@ -85,6 +85,10 @@ void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
       ->capture_default_str();
   command->add_option("--seed", flags->seed, "Seed of the rotation of coded keys; 0: the server draws one")
       ->capture_default_str();
+  command->add_option("--open-share", flags->open_share, "key_centroids_sketch: share of the tokens opened, at 8,192")
+      ->capture_default_str();
+  command->add_option("--tokens-per-cluster", flags->tokens_per_cluster, "key_centroids: tokens a cluster")
+      ->capture_default_str();
 }
 
 v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags) {
@@ -123,6 +127,12 @@ v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags) {
     set->set_list_tokens(flags.list_tokens);
     set->set_placement(Parse<v1::QueryCentroidOptions::Placement>("PLACEMENT_", flags.placement,
                                                                   &v1::QueryCentroidOptions::Placement_Parse));
+  }
+  const bool by_planes = selection->source() == v1::SOURCE_KEY_CENTROIDS_SKETCH;
+  if (by_planes) selection->set_open_share(flags.open_share);
+  if (by_planes || selection->source() == v1::SOURCE_KEY_CENTROIDS) {
+    selection->set_candidate_tokens(flags.candidate_tokens);
+    options.mutable_key_clusters()->set_tokens_per_cluster(flags.tokens_per_cluster);
   }
   return options;
 }

@@ -41,13 +41,15 @@ struct SelectionFlags {
   std::string row_format = "f16";
   float needle_share_target = 0;
   uint64_t seed = 1;
+  float open_share = 0.5f;  // at 8,192 tokens
+  uint32_t tokens_per_cluster = 16;
 };
 
 void AddSelectionFlags(CLI::App* command, SelectionFlags* flags);
 
-// Format, selection, sets of query centroids (only where the source needs them), policies, first planes, rotation seed,
-// manual maintenance. Geometry, token limit and softmax are left to the caller. REQUIRES: names as AddSelectionFlags
-// lets through.
+// Format, selection, sets of query centroids and key clusters (only where the source needs them), policies, first
+// planes, rotation seed, manual maintenance. Geometry, token limit and softmax are left to the caller. REQUIRES: names
+// as AddSelectionFlags lets through.
 v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags);
 v1::AnswerOptions MakeAnswerOptions(const SelectionFlags& flags);
 

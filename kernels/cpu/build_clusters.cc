@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "kernels/base/check.h"
+#include "kernels/base/half_steps.h"
 #include "kernels/cpu/coded_key.h"
 #include "kernels/cpu/cpu_ops.h"
 #include "kernels/cpu/score_block.h"
@@ -251,6 +252,23 @@ class ClusterBuilder {
       StoreMean(value_sums_ + size_t{c} * padded_values_, share,
                 {.levels = layout_.value_means_offset, .scales = layout_.value_scales_offset, .dim = layout_.value_dim},
                 c);
+    }
+    StoreSpreads();
+  }
+
+  // sums_ are means by now; squares of tokens become those of their distances.
+  void StoreSpreads() {
+    float* squares = dots_;
+    std::fill(squares, squares + clusters_, 0.0f);
+    for (uint32_t t = 0; t < item_.count; ++t) {
+      const uint32_t c = member_of_[t];
+      AddScaled(key(t), sums_ + size_t{c} * padded_, -1.0f, padded_);
+      squares[c] += DotOf(key(t), key(t), padded_);
+    }
+    for (uint32_t c = 0; c < clusters_; ++c) {
+      if (counts_[c] == 0) continue;
+      const float spread = std::sqrt(squares[c] / static_cast<float>(counts_[c] * layout_.head_dim));
+      StoreElement(item_.block + layout_.spreads_offset, DType::kF16, c, std::min(spread, kHalfMax));
     }
   }
 

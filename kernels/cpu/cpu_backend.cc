@@ -137,6 +137,12 @@ class CpuBackend final : public Backend {
   absl::Status EstimateRest(Stream&, std::span<const EstimateRestItem> items) override {
     return ForEach(items, cpu::EstimateRest);
   }
+  absl::Status SelectClusters(Stream&, std::span<const SelectClustersItem> items) override {
+    return ForEach(items, cpu::SelectClusters);
+  }
+  absl::Status ScanClusters(Stream&, std::span<const ScanClustersItem> items) override {
+    return ForEach(items, cpu::ScanClusters);
+  }
 
  private:
   template <typename Item>

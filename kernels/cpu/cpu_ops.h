@@ -6,7 +6,7 @@
 #pragma once
 
 #include "kernels/attention_ops.h"
-#include "kernels/cluster_ops.h"
+#include "kernels/cluster_search_ops.h"
 #include "kernels/cpu/kernels.h"
 #include "kernels/list_ops.h"
 #include "kernels/ops.h"
@@ -31,5 +31,7 @@ void Attend(const CpuKernels& kernels, const AttendItem& item);
 void BuildClusters(const CpuKernels& kernels, const BuildClustersItem& item);
 void ArrangeSketch(const CpuKernels& kernels, const ArrangeSketchItem& item);
 void EstimateRest(const CpuKernels& kernels, const EstimateRestItem& item);
+void SelectClusters(const CpuKernels& kernels, const SelectClustersItem& item);
+void ScanClusters(const CpuKernels& kernels, const ScanClustersItem& item);
 
 }  // namespace ctkvr::cpu

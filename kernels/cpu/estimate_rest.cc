@@ -5,11 +5,12 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 
 #include "kernels/base/check.h"
 #include "kernels/base/lines.h"
 #include "kernels/cpu/cpu_ops.h"
-#include "kernels/cpu/score_block.h"
+#include "kernels/cpu/mean_scores.h"
 
 namespace ctkvr::cpu {
 namespace {
@@ -24,10 +25,6 @@ const std::array<float, kClusterBlockTokens + 1>& LogCounts() {
   return table;
 }
 
-void WidenLevels(const int8_t* levels, float* to, uint32_t count) {
-  for (uint32_t i = 0; i < count; ++i) to[i] = levels[i];
-}
-
 class RestEstimator {
  public:
   RestEstimator(const CpuKernels& kernels, const EstimateRestItem& item)
@@ -35,10 +32,10 @@ class RestEstimator {
         item_(item),
         layout_(item.layout),
         heads_(item.query.heads),
-        padded_(PaddedFloats(item.layout.head_dim)),
         padded_values_(PaddedFloats(item.layout.value_dim)),
-        stride_(ClusterBlocks(item.begin, item.end) * item.layout.clusters) {
-    CTKVR_CHECK(heads_ <= kGroupHeadsMax && layout_.head_dim <= kDimMax && layout_.value_dim <= kDimMax);
+        stride_(ClusterBlocks(item.begin, item.end) * item.layout.clusters),
+        means_(kernels, item.layout, item.query, item.softmax) {
+    CTKVR_CHECK(layout_.value_dim <= kDimMax);
     auto* words = reinterpret_cast<uint32_t*>(RoundUp(reinterpret_cast<uintptr_t>(item.workspace), uintptr_t{64}));
     left_ = words;
     entries_ = words + stride_;
@@ -47,8 +44,7 @@ class RestEstimator {
 
   void Run() {
     CountLeft();
-    LoadQueries();
-    for (uint32_t block = 0; block < ClusterBlocks(item_.begin, item_.end); ++block) ScoreClusters(block);
+    for (uint32_t block = 0; block < ClusterBlocks(item_.begin, item_.end); ++block) WeighClusters(block);
     Finish();
     uint64_t lines = other_lines_;
     for (const LineCount* count : {&members_, &key_means_, &key_scales_, &value_means_, &value_scales_}) {
@@ -65,25 +61,29 @@ class RestEstimator {
       for (uint32_t c = 0; c < layout_.clusters; ++c) {
         left_[block * layout_.clusters + c] = order.ClusterEnd(c) - order.ClusterBegin(c);
       }
-      other_lines_ += CeilDiv<uint64_t>(layout_.clusters * sizeof(uint16_t), kLineBytes);
+    }
+    if (item_.mean_logits == nullptr) {
+      const uint64_t lines = CeilDiv<uint64_t>(layout_.clusters * sizeof(uint16_t), kLineBytes);
+      other_lines_ += lines * ClusterBlocks(item_.begin, item_.end);
     }
     const uint32_t visible_begin = std::clamp(item_.visible_begin, item_.begin, item_.end);
     const uint32_t visible_end = std::clamp(item_.visible_end, visible_begin, item_.end);
-    for (uint32_t token = item_.begin; token < visible_begin; ++token) TakeOut(token);
+    for (uint32_t token = item_.begin; token < visible_begin; ++token) TakeOut(token, true);
     for (uint32_t n = 0; n < *item_.count; ++n) {
       const uint32_t token = item_.tokens[n];
-      if (token >= visible_begin && token < visible_end) TakeOut(token);
+      if (token >= visible_begin && token < visible_end) TakeOut(token, item_.mean_logits == nullptr);
     }
-    for (uint32_t token = visible_end; token < item_.end; ++token) TakeOut(token);
+    for (uint32_t token = visible_end; token < item_.end; ++token) TakeOut(token, true);
   }
   BlockOrder OrderOf(uint32_t block) const {
     return BlockOrder(order_, item_.begin / kClusterBlockTokens + block, item_.blocks[block]);
   }
-  void TakeOut(uint32_t token) {
+  void TakeOut(uint32_t token, bool counted) {
     const uint32_t block = token / kClusterBlockTokens - item_.begin / kClusterBlockTokens;
     const uint32_t offset = token % kClusterBlockTokens;
     if (block != entered_) entered_order_ = OrderOf(entered_ = block);
     --left_[block * layout_.clusters + entered_order_.ClusterOf(offset)];
+    if (!counted) return;
     const uint32_t bytes = layout_.members_offset != 0 ? 1 : sizeof(uint16_t);
     Count(members_, block, layout_.members_offset != 0 ? layout_.members_offset : layout_.places_offset, offset, bytes);
   }
@@ -93,74 +93,37 @@ class RestEstimator {
     count.Add(at, at + bytes);
   }
 
-  void LoadQueries() {
-    const float* from = layout_.coded ? item_.query.rotated : item_.query.plain;
-    for (uint32_t r = 0; r < heads_; ++r) {
-      float* row = queries_ + size_t{r} * padded_;
-      std::memcpy(row, from + size_t{r} * layout_.head_dim, layout_.head_dim * sizeof(float));
-      std::fill(row + layout_.head_dim, row + padded_, 0.0f);
-    }
-  }
-
-  // <query r, what the block's means are relative to>.
-  void FindOrigins(const std::byte* block, float* origins) {
-    if (layout_.coded) {
-      std::copy(item_.query.mean_dot, item_.query.mean_dot + heads_, origins);
-      return;
-    }
-    other_lines_ += CeilDiv<uint64_t>(layout_.head_dim * sizeof(float), kLineBytes);
-    std::memcpy(rows_, block + layout_.centre_offset, layout_.head_dim * sizeof(float));
-    std::fill(rows_ + layout_.head_dim, rows_ + padded_, 0.0f);
-    Dots(1, origins, 1);
-  }
-  void Dots(uint32_t rows, float* dots, size_t stride) {
-    kernels_.scan->dots({.keys = rows_,
-                         .queries = queries_,
-                         .tokens = rows,
-                         .heads = heads_,
-                         .padded_dim = padded_,
-                         .dots = dots,
-                         .stride = stride});
-  }
-
   // Appends the block's clusters that have tokens left, with log weights.
-  void ScoreClusters(uint32_t block_index) {
-    const std::byte* block = item_.blocks[block_index];
+  void WeighClusters(uint32_t block_index) {
     const uint32_t base = block_index * layout_.clusters;
-    float origins[kGroupHeadsMax];
-    FindOrigins(block, origins);
-    uint32_t cluster = 0;
-    while (cluster < layout_.clusters) {
-      uint32_t rows = 0;
-      float scales[kScoreBlockTokens];
-      for (; cluster < layout_.clusters && rows < kScoreBlockTokens; ++cluster) {
-        if (left_[base + cluster] == 0) continue;
-        const std::byte* levels = block + layout_.key_means_offset + size_t{cluster} * layout_.head_dim;
-        Count(key_means_, block_index, layout_.key_means_offset, cluster, layout_.head_dim);
-        Count(key_scales_, block_index, layout_.key_scales_offset, cluster, sizeof(uint16_t));
-        float* row = rows_ + size_t{rows} * padded_;
-        WidenLevels(reinterpret_cast<const int8_t*>(levels), row, layout_.head_dim);
-        std::fill(row + layout_.head_dim, row + padded_, 0.0f);
-        scales[rows] = LoadElement(block + layout_.key_scales_offset, DType::kBF16, cluster);
-        entries_[entry_count_ + rows++] = base + cluster;
-      }
-      if (rows == 0) continue;
-      float* logits = logits_ + entry_count_;
-      Dots(rows, logits, stride_);
-      for (uint32_t r = 0; r < heads_; ++r) {
-        for (uint32_t n = 0; n < rows; ++n) {
-          const uint32_t entry = entries_[entry_count_ + n];
-          float& logit = logits[r * stride_ + n];
-          logit = LogitOf(scales[n] * logit + origins[r]) + LogCounts()[left_[entry]];
-        }
-      }
-      entry_count_ += rows;
+    uint32_t clusters[kClusterBlockTokens / kTokensPerClusterMin], count = 0;
+    for (uint32_t c = 0; c < layout_.clusters; ++c) {
+      if (left_[base + c] > 0) clusters[count++] = c;
     }
+    float* logits = logits_ + entry_count_;
+    if (item_.mean_logits == nullptr) ScoreMeans(block_index, {clusters, count}, logits);
+    for (uint32_t n = 0; n < count; ++n) entries_[entry_count_ + n] = base + clusters[n];
+    for (uint32_t r = 0; r < heads_; ++r) {
+      for (uint32_t n = 0; n < count; ++n) {
+        const uint32_t entry = base + clusters[n];
+        float& logit = logits[r * stride_ + n];
+        if (item_.mean_logits != nullptr) logit = item_.mean_logits[r * stride_ + entry];
+        logit += LogCounts()[left_[entry]];
+      }
+    }
+    entry_count_ += count;
   }
-  float LogitOf(float score) const {
-    const SoftmaxParams& softmax = item_.softmax;
-    const float logit = softmax.scale * score;
-    return softmax.softcap > 0 ? softmax.softcap * std::tanh(logit / softmax.softcap) : logit;
+  void ScoreMeans(uint32_t block_index, std::span<const uint32_t> clusters, float* logits) {
+    means_.Score({.block = item_.blocks[block_index],
+                  .clusters = clusters.data(),
+                  .count = static_cast<uint32_t>(clusters.size()),
+                  .logits = logits,
+                  .stride = stride_});
+    if (!layout_.coded) other_lines_ += CeilDiv<uint64_t>(layout_.head_dim * sizeof(float), kLineBytes);
+    for (const uint32_t cluster : clusters) {
+      Count(key_means_, block_index, layout_.key_means_offset, cluster, layout_.head_dim);
+      Count(key_scales_, block_index, layout_.key_scales_offset, cluster, sizeof(uint16_t));
+    }
   }
 
   void Finish() {
@@ -209,8 +172,7 @@ class RestEstimator {
       Count(value_scales_, block_index, layout_.value_scales_offset, cluster, sizeof(uint16_t));
       const std::byte* levels = block + layout_.value_means_offset + size_t{cluster} * layout_.value_dim;
       float* row = rows_ + size_t{n} * padded_values_;
-      WidenLevels(reinterpret_cast<const int8_t*>(levels), row, layout_.value_dim);
-      std::fill(row + layout_.value_dim, row + padded_values_, 0.0f);
+      WidenLevels(levels, layout_.value_dim, padded_values_, row);
       scales[n] = LoadElement(block + layout_.value_scales_offset, DType::kBF16, cluster);
       for (uint32_t r = 0; r < heads_; ++r) logits[r * kScoreBlockTokens + n] = logits_[r * stride_ + entries[n]];
     }
@@ -233,9 +195,9 @@ class RestEstimator {
   const EstimateRestItem& item_;
   const ClusterLayout& layout_;
   const uint32_t heads_;
-  const uint32_t padded_;
   const uint32_t padded_values_;
-  const uint32_t stride_;        // clusters of all blocks
+  const uint32_t stride_;  // clusters of all blocks
+  MeanScores means_;
   uint32_t* left_ = nullptr;     // [stride]
   uint32_t* entries_ = nullptr;  // [stride]: clusters with tokens left, ascending
   float* logits_ = nullptr;      // [heads, stride]: log weights of the entries
@@ -248,7 +210,6 @@ class RestEstimator {
   float largest_[kGroupHeadsMax];  // log weight
   double sums_[kGroupHeadsMax];    // of weights, the largest as 1
   float least_[kGroupHeadsMax];    // log weight from which a cluster's value is read
-  alignas(64) float queries_[kGroupHeadsMax * PaddedFloats(kDimMax)];
   alignas(64) float outputs_[kGroupHeadsMax * PaddedFloats(kDimMax)];  // [heads, padded_values]
   alignas(64) float rows_[kScoreBlockTokens * PaddedFloats(kDimMax)];
 };

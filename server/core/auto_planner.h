@@ -16,7 +16,7 @@ namespace ctkvr {
 struct PlannerFacts {
   uint32_t length = 0;      // tokens the layer holds
   uint32_t key_planes = 0;  // of its format; 0: floats
-  // The source that opens key clusters, where there is one and the layer has clusters. None yet.
+  // The source that opens key clusters, where the layer has clusters.
   std::optional<Source> cluster_source = std::nullopt;
   double load = 0;        // how late the lane serves its calls: -LoadMeter::delta (policies.h), at least 0
   uint32_t strength = 0;  // steps taken for the quality target, at most limits::kStrengthMax

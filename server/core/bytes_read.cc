@@ -44,9 +44,11 @@ uint64_t RecordLines(const PageLayout& layout, std::span<const uint32_t> refined
 // in any order. Of a block in cluster order, the ends of clusters count whole.
 class SlotLines {
  public:
-  SlotLines(const Layer& layer, uint32_t kv_head)
+  // `ends`: whether the ends of clusters are counted here.
+  SlotLines(const Layer& layer, uint32_t kv_head, bool ends = true)
       : order_(layer.clusters() == nullptr ? SketchOrder() : layer.clusters()->host_order(kv_head)),
-        token_bytes_(layer.layout().sketch_token_bytes()) {}
+        token_bytes_(layer.layout().sketch_token_bytes()),
+        counts_ends_(ends) {}
 
   // Every token of [begin, end): its planes, and in a scan its sketch scale.
   void AddRange(uint32_t begin, uint32_t end, bool scan) {
@@ -61,14 +63,22 @@ class SlotLines {
       begin = stop;
     }
   }
-  // Tokens ascending: their planes, each slot looked for.
-  void AddTokens(std::span<const uint32_t> tokens) {
+  // Tokens ascending: their planes, in a scan with their sketch scales, each slot looked for.
+  void AddTokens(std::span<const uint32_t> tokens, bool scan = false) {
     for (const uint32_t token : tokens) {
       Enter(token / kSketchTokens);
       Find(token % kSketchTokens);
       const uint32_t slot = block_.SlotOf(token % kSketchTokens);
-      Mark(planes_, slot, slot + 1, token_bytes_);
+      AddSlots(slot, slot + 1, scan);
     }
+  }
+  // An opened cluster of block `index`: the places of its tokens and, in a scan, their planes and sketch scales.
+  void AddCluster(uint32_t index, uint32_t cluster, bool scan) {
+    Enter(index);
+    LookAtEnds();
+    const uint32_t begin = block_.ClusterBegin(cluster), end = block_.ClusterEnd(cluster);
+    Mark(places_, begin, end, sizeof(uint16_t));
+    if (scan) AddSlots(begin, end, true);
   }
   // Slots of tokens ascending whose planes are counted already.
   void FindTokens(std::span<const uint32_t> tokens) {
@@ -131,10 +141,13 @@ class SlotLines {
       Mark(members_, offset, offset + 1, sizeof(uint8_t));
     }
   }
-  void LookAtEnds() { ends_ = CeilDiv<uint32_t>(order_.clusters * sizeof(uint16_t), kLineBytes); }
+  void LookAtEnds() {
+    if (counts_ends_) ends_ = CeilDiv<uint32_t>(order_.clusters * sizeof(uint16_t), kLineBytes);
+  }
 
   const SketchOrder order_;
   const uint32_t token_bytes_;
+  const bool counts_ends_;
   uint64_t lines_ = 0;  // of the blocks before
   uint32_t index_ = UINT32_MAX;
   BlockOrder block_;
@@ -189,6 +202,41 @@ uint64_t SketchLines(const RetrievalSet& set) {
   return lines + slots.lines();
 }
 
+// Every mean of keys, with its scale and spread, and the ends of all clusters.
+uint64_t MeanLines(const KeyClusters& clusters, uint32_t kv_head) {
+  const ClusterLayout& layout = clusters.layout();
+  const auto lines = [](uint64_t bytes) { return CeilDiv<uint64_t>(bytes, kLineBytes); };
+  const uint64_t centre_lines = layout.coded ? 0 : lines(layout.head_dim * sizeof(float));
+  const uint64_t block_lines =
+      lines(uint64_t{layout.clusters} * layout.head_dim) + 3 * lines(layout.clusters * sizeof(uint16_t)) + centre_lines;
+  return clusters.blocks(kv_head).size() * block_lines;
+}
+
+// Means, then what is read of the tokens in opened clusters, of the always-included and of the candidates. The ends of
+// clusters are among the means.
+uint64_t ClusterLines(const RetrievalSet& set) {
+  const Layer& layer = *set.item->layer;
+  const KeyClusters& clusters = *layer.clusters();
+  const PositionPlan& plan = *set.plan;
+  const std::span<const uint32_t> scored = set.candidates.tokens(), opened = set.opened.tokens();
+  const bool scan = set.scans_sketch();
+  uint64_t lines = MeanLines(clusters, set.kv_head);
+  SlotLines slots(layer, set.kv_head, false);
+  const uint32_t first_block = clusters.begin() / kSketchTokens, per_block = clusters.layout().clusters;
+  size_t next = 0, next_opened = 0;
+  for (uint32_t index = plan.begin / kSketchTokens; index * kSketchTokens < plan.end; ++index) {
+    for (; next_opened < opened.size() && first_block + opened[next_opened] / per_block <= index; ++next_opened) {
+      slots.AddCluster(first_block + opened[next_opened] / per_block, opened[next_opened] % per_block, scan);
+    }
+    const size_t first = next;
+    while (next < scored.size() && scored[next] / kSketchTokens == index) ++next;
+    if (layer.has_codes()) slots.AddTokens(scored.subspan(first, next - first), scan);
+  }
+  const uint64_t keys =
+      layer.has_codes() ? RecordLines(layer.layout(), {}, 0, scored) : KeyLines(layer, set.kv_head, scored);
+  return lines + slots.lines() + keys;
+}
+
 // Elements that lie where they may, each of `bytes`; one may share a line with the one before it.
 template <typename T>
 uint64_t ElementLines(std::span<T* const> elements, std::span<const uint64_t> bytes) {
@@ -235,6 +283,9 @@ uint64_t ChoosingLines(const RetrievalSet& set) {
       return SketchLines(set);
     case Path::kCentroids:
       return ListLines(set) + KeyLines(layer, set.kv_head, set.candidates.tokens());
+    case Path::kClusters:
+    case Path::kClusterSketch:
+      return ClusterLines(set);
   }
   return 0;
 }

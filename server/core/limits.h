@@ -93,6 +93,9 @@ inline constexpr uint32_t kClassQuotasMax = 16;
 // What a call may wait in its lane's queue before K shrinks: 32 layers wait 64 ms a token then.
 inline constexpr std::chrono::nanoseconds kLoadTargetWait = std::chrono::milliseconds(2);
 
+// Tokens at which Selection.open_share is the share that it says; it falls with the square root of the length. So much
+// is opened that needles stay in: ten traces of 8K tokens, needle share by open_share (kernels/cluster_search_ops.h).
+inline constexpr uint32_t kOpenShareTokens = 8192;
 // Centroids one maintenance step builds lists for.
 inline constexpr uint32_t kMaintenanceCentroids = 16;
 // Queries one maintenance step brings to their nearest centroid, and rounds of k-means.

@@ -57,8 +57,32 @@ uint32_t CountForced(uint32_t begin, uint32_t end, uint32_t below, uint32_t from
   return (head_end - begin) + (end - tail_begin);
 }
 
+bool NamesClusters(Source source) { return source == Source::kKeyCentroids || source == Source::kKeyCentroidsSketch; }
+
+uint32_t ClusteredLength(const Layer& layer) {
+  return layer.clusters() == nullptr ? 0 : layer.clusters()->clustered_length();
+}
+
+// What opens the layer's clusters with the fewest bytes.
+std::optional<Source> ClusterSource(const Layer& layer) {
+  if (layer.clusters() == nullptr || !layer.coded()) return std::nullopt;
+  return Source::kKeyCentroidsSketch;
+}
+
+// Whether a query that sees the first `seen` tokens may be served by clusters: they hold no later ones.
+bool SeesClusters(const Layer& layer, const Selection& selection, uint32_t seen) {
+  return NamesClusters(selection.source) && ClusteredLength(layer) > 0 && seen >= ClusteredLength(layer);
+}
+
+// Tokens of the clusters that are opened. A needle in a longer context stands out by more: it outweighs more tokens.
+uint32_t OpenTokens(const Selection& selection, uint32_t visible) {
+  if (selection.source == Source::kKeyCentroids) return selection.candidate_tokens;
+  const double share = double{selection.open_share} * std::sqrt(double{limits::kOpenShareTokens} * visible);
+  return std::max(static_cast<uint32_t>(std::ceil(share)), selection.candidate_tokens);
+}
+
 // The source that serves, once length and state are known.
-Path ChoosePath(const Layer& layer, const Selection& selection, const PositionPlan& plan) {
+Path ChoosePath(const Layer& layer, const Selection& selection, const PositionPlan& plan, bool clusters) {
   const uint32_t visible = plan.visible();
   if (visible == 0) return Path::kEmpty;
   if (layer.config().dense || selection.source == Source::kDense || visible <= selection.dense_below_tokens) {
@@ -67,17 +91,30 @@ Path ChoosePath(const Layer& layer, const Selection& selection, const PositionPl
   if (!HasFilter(selection) && uint64_t{selection.k_tokens} + plan.always >= visible) return Path::kDense;
   // Raw keys have no planes; candidates that are everything need no estimate.
   const bool all_are_candidates = uint64_t{selection.candidate_tokens} + plan.always >= visible;
-  if (selection.source == Source::kSketch && !layer.raw() && !all_are_candidates) return Path::kSketch;
+  if (clusters && uint64_t{OpenTokens(selection, visible)} + plan.always < visible) {
+    return selection.source == Source::kKeyCentroids ? Path::kClusters : Path::kClusterSketch;
+  }
+  const bool by_planes = selection.source == Source::kSketch || selection.source == Source::kKeyCentroidsSketch;
+  if (by_planes && !layer.raw() && !all_are_candidates) return Path::kSketch;
   if (selection.source == Source::kQueryCentroids && layer.index()->live() != nullptr) return Path::kCentroids;
   return Path::kExact;
 }
 
 void PlanSketch(const Selection& selection, PositionPlan& plan) {
   plan.candidates = selection.candidate_tokens;
-  if (selection.refine_planes > 0) {
+  if (plan.path == Path::kSketch && selection.refine_planes > 0) {
     const float share = std::ceil(selection.keep_share * static_cast<float>(plan.visible()));
     plan.survivors = std::max(static_cast<uint32_t>(share), selection.candidate_tokens);
   }
+  plan.scored_max = std::min(plan.visible(), plan.candidates + plan.always);
+}
+
+void PlanClusters(const Selection& selection, PositionPlan& plan) {
+  plan.open_tokens = OpenTokens(selection, plan.visible());
+  plan.scanned_max =
+      static_cast<uint32_t>(std::min<uint64_t>(plan.visible(), OpenedTokensMax(plan.open_tokens) + plan.always));
+  plan.scored_max = plan.scanned_max;
+  if (plan.path == Path::kClusterSketch) PlanSketch(selection, plan);
 }
 
 // `selection` is moved to what the policies make of it.
@@ -94,19 +131,18 @@ PositionPlan PlanPosition(const Layer& layer, const Policing& policing, const Qu
   plan.force_from = seen - std::min(seen, selection.window_tokens);
   const bool has_tail = selection.source == Source::kQueryCentroids && layer.index()->live() != nullptr;
   if (has_tail) plan.force_from = std::min(plan.force_from, layer.index()->indexed_length());
-  if (query.answer.remainder) {
+  const bool clusters = SeesClusters(layer, selection, seen);
+  if (query.answer.remainder || clusters) {
     plan.force_below = std::max(plan.force_below, layer.clusters()->begin());
     plan.force_from = std::min(plan.force_from, layer.clusters()->clustered_length());
   }
   plan.always = CountForced(plan.begin, plan.end, plan.force_below, plan.force_from);
-  plan.path = ChoosePath(layer, selection, plan);
+  plan.path = ChoosePath(layer, selection, plan, clusters);
   plan.scored_max = plan.visible();
   plan.chosen_max = std::min<uint64_t>(plan.visible(), uint64_t{selection.k_tokens} + plan.always);
   if (plan.path == Path::kDense) plan.chosen_max = plan.visible();
-  if (plan.path == Path::kSketch) {
-    PlanSketch(selection, plan);
-    plan.scored_max = std::min(plan.visible(), plan.candidates + plan.always);
-  }
+  if (plan.path == Path::kSketch) PlanSketch(selection, plan);
+  if (plan.opens_clusters()) PlanClusters(selection, plan);
   if (plan.path == Path::kCentroids) {
     const uint64_t listed = uint64_t{selection.probes} * layer.config().query_centroids.list_tokens;
     plan.scored_max = static_cast<uint32_t>(std::min<uint64_t>(plan.visible(), listed + plan.always));
@@ -172,16 +208,24 @@ absl::Status CheckSlotTable(const Layer& layer, const Query& query, const QueryP
   return absl::OkStatus();
 }
 
+absl::Status BeforeIndexError(uint32_t position, uint32_t indexed, const char* what, Source source) {
+  return MakeError(absl::StatusCode::kOutOfRange,
+                   absl::StrCat("position is ", position, "; the ", what, " to ", indexed, ", and source ",
+                                SourceName(source), " serves no query before it"),
+                   kReasonBeforeIndex, {{"indexed_length", absl::StrCat(indexed)}});
+}
+
 absl::Status CheckAfterIndex(const Layer& layer, const Query& query, const QueryPlan& plan) {
   for (uint32_t p = 0; p < plan.positions.size(); ++p) {
-    if (plan.positions[p].path != Path::kCentroids) continue;
-    const uint32_t indexed = layer.index()->indexed_length();
     const uint32_t position = query.position + p;
-    if (position + 1 >= indexed) continue;
-    return MakeError(absl::StatusCode::kOutOfRange,
-                     absl::StrCat("position is ", position, "; the index of the layer reaches to ", indexed,
-                                  ", and source query_centroids serves no query before it"),
-                     kReasonBeforeIndex, {{"indexed_length", absl::StrCat(indexed)}});
+    const Path path = plan.positions[p].path;
+    if (path == Path::kCentroids && position + 1 < layer.index()->indexed_length()) {
+      return BeforeIndexError(position, layer.index()->indexed_length(), "index of the layer reaches",
+                              plan.used.source);
+    }
+    if (plan.used.source == Source::kKeyCentroids && path == Path::kExact && position + 1 < ClusteredLength(layer)) {
+      return BeforeIndexError(position, ClusteredLength(layer), "key clusters of the layer reach", plan.used.source);
+    }
   }
   return absl::OkStatus();
 }
@@ -198,7 +242,9 @@ SelectionReason ReasonOf(const Layer& layer, const Selection& selection, const P
                                                             : SelectionReason::kEverythingFits;
     case Path::kExact:
       if (selection.source == Source::kExact) return planned;
-      if (selection.source == Source::kQueryCentroids) return SelectionReason::kNoIndex;
+      if (selection.source == Source::kQueryCentroids || selection.source == Source::kKeyCentroids) {
+        return SelectionReason::kNoIndex;
+      }
       return layer.raw() ? SelectionReason::kNotCoded : SelectionReason::kAllAreCandidates;
     default:
       return planned;
@@ -215,7 +261,9 @@ absl::Status PlanPositions(const Layer& layer, const Policing& policing, const Q
   plan.used = std::move(used);
   const PositionPlan& last = plan.positions.back();
   plan.reason = ReasonOf(layer, plan.used, last, plan.reason);
-  if (last.path == Path::kSketch) plan.used.candidate_tokens = std::min(plan.used.candidate_tokens, last.visible());
+  if (last.path == Path::kSketch || last.path == Path::kClusterSketch) {
+    plan.used.candidate_tokens = std::min(plan.used.candidate_tokens, last.visible());
+  }
   CTKVR_RETURN_IF_ERROR(CheckAfterIndex(layer, query, plan));
   CTKVR_RETURN_IF_ERROR(CheckSlotTable(layer, query, plan));
   return CheckAnswerBytes(layer, query, plan);
@@ -234,7 +282,7 @@ absl::StatusOr<QueryPlan> PlanQuery(const Layer& layer, const SessionConfig& ses
   CTKVR_RETURN_IF_ERROR(ValidateSelection(plan.used, config, session.first_planes));
   PlannedSelection planned = PlanSelection(plan.used, {.length = layer.length(),
                                                        .key_planes = KeyPlanes(config.format),
-                                                       .cluster_source = std::nullopt,
+                                                       .cluster_source = ClusterSource(layer),
                                                        .load = std::max(0.0, -state.policies.load_delta),
                                                        .strength = state.strength});
   plan.used = std::move(planned.selection);
@@ -289,6 +337,10 @@ Source PathSource(Path path) {
       return Source::kSketch;
     case Path::kCentroids:
       return Source::kQueryCentroids;
+    case Path::kClusters:
+      return Source::kKeyCentroids;
+    case Path::kClusterSketch:
+      return Source::kKeyCentroidsSketch;
   }
   return Source::kDense;
 }

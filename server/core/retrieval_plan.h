@@ -17,11 +17,13 @@ namespace ctkvr {
 
 // How one position is served.
 enum class Path : uint8_t {
-  kEmpty,      // nothing visible
-  kDense,      // everything
-  kExact,      // every visible key is scored
-  kSketch,     // planes of every visible key, coarse to fine, then the candidates
-  kCentroids,  // lists of the nearest query centroids
+  kEmpty,          // nothing visible
+  kDense,          // everything
+  kExact,          // every visible key is scored
+  kSketch,         // planes of every visible key, coarse to fine, then the candidates
+  kCentroids,      // lists of the nearest query centroids
+  kClusters,       // every key of the best key clusters
+  kClusterSketch,  // planes of the keys of the best key clusters, then the candidates
 };
 
 // One position: the same for all its sets (KV heads; query heads under per_head).
@@ -31,14 +33,17 @@ struct PositionPlan {
   uint32_t end = 0;
   uint32_t force_below = 0;  // always included: visible positions < force_below or >= force_from
   uint32_t force_from = 0;
-  uint32_t always = 0;      // how many those are
-  uint32_t k_tokens = 0;    // chosen beside them at most, where not everything is
-  uint32_t survivors = 0;   // kSketch: kept beside the always-included after the first pass; 0: one pass only
-  uint32_t candidates = 0;  // kSketch: kept before scoring
-  uint32_t scored_max = 0;  // tokens scored at most
-  uint32_t chosen_max = 0;  // tokens answered at most
+  uint32_t always = 0;       // how many those are
+  uint32_t k_tokens = 0;     // chosen beside them at most, where not everything is
+  uint32_t survivors = 0;    // kSketch: kept beside the always-included after the first pass; 0: one pass only
+  uint32_t candidates = 0;   // kSketch, kClusterSketch: kept before scoring
+  uint32_t open_tokens = 0;  // kClusters, kClusterSketch: clusters are opened until they hold so many
+  uint32_t scanned_max = 0;  // the same: tokens listed by them at most
+  uint32_t scored_max = 0;   // tokens scored at most
+  uint32_t chosen_max = 0;   // tokens answered at most
 
   uint32_t visible() const { return end - begin; }
+  bool opens_clusters() const { return path == Path::kClusters || path == Path::kClusterSketch; }
 };
 
 // What a plan depends on beside its layer; PlannerFacts says of what strength.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <span>
 
 #include "server/core/limits.h"
 
@@ -27,11 +28,12 @@ class SetBuilder {
     visible_ = memory_.In(&set_.visible, 1);
     if (set_.scores()) {
       query_ = Prepare(set_.first_q_head, heads_);
-      const bool wide = set_.is(Path::kSketch);
-      const uint32_t widest = wide ? set_.plan->visible() : set_.plan->scored_max;
+      const uint32_t scanned = set_.is(Path::kSketch) ? set_.plan->visible() : set_.plan->scanned_max;
+      const uint32_t widest = std::max(scanned, set_.plan->scored_max);
       if (set_.selects()) policy_ = MakePolicy();
       if (set_.selects()) workspace_ = memory_.Take<std::byte>(SelectTokensWorkspaceBytes(widest));
       if (set_.is(Path::kSketch)) BuildSketch();
+      if (set_.opens_clusters()) BuildClusters();
       if (set_.is(Path::kCentroids)) BuildCentroids();
       BuildScore();
     }
@@ -80,6 +82,11 @@ class SetBuilder {
     return policy;
   }
 
+  GroupReduction Reduced() const {
+    const bool max = item_.plan.used.reduction == Reduction::kMaxSoftmax;
+    return max ? GroupReduction::kMaxSoftmax : GroupReduction::kSumSoftmax;
+  }
+
   // Keeps the best k beside the always-included tokens, without the filters of the last selection.
   SelectTokensItem MakeSelect(const Tokens& tokens, const float* scores, uint32_t k) {
     const LayerConfig& config = layer_.config();
@@ -96,9 +103,7 @@ class SetBuilder {
                           .force_below = set_.plan->force_below,
                           .force_from = set_.plan->force_from,
                           .softmax = {.scale = config.softmax.scale, .softcap = config.softmax.softcap},
-                          .reduction = item_.plan.used.reduction == Reduction::kMaxSoftmax
-                                           ? GroupReduction::kMaxSoftmax
-                                           : GroupReduction::kSumSoftmax,
+                          .reduction = Reduced(),
                           .min_score = -std::numeric_limits<float>::infinity(),
                           .policy = policy_,
                           .chosen_stride = chosen_max,
@@ -146,7 +151,7 @@ class SetBuilder {
     SelectTokensItem& first = once ? set_.select_candidates : set_.select_survivors;
     first =
         MakeSelect(all, estimates, once ? plan.candidates : plan.survivors, once ? set_.candidates : set_.survivors);
-    first.softmax.scale *= limits::kScanFlatness[view_.layout.first_planes - 1];
+    Flatten(first);
     if (plan.survivors > 0) {
       const Tokens survivors = ChosenOf(set_.select_survivors);
       float* refined = memory_.Take<float>(size_t{heads_} * survivors.count_max);
@@ -165,6 +170,88 @@ class SetBuilder {
       set_.select_candidates.policy.redundant_bits =
           RedundantBits(*item_.policies->dedup_similarity, layer_.config().head_dim);
     }
+    scored_ = ChosenOf(set_.select_candidates);
+  }
+
+  // See limits.h.
+  void Flatten(SelectTokensItem& select) const {
+    select.softmax.scale *= limits::kScanFlatness[view_.layout.first_planes - 1];
+  }
+
+  const std::byte* const* ClusterBlocksIn() {
+    const std::span<std::byte* const> blocks = layer_.clusters()->blocks(set_.kv_head);
+    return memory_.In(blocks.data(), blocks.size());
+  }
+
+  // The tokens that are always included, and their scores: the clusters share the softmax with them.
+  void BuildForced() {
+    const PositionPlan& plan = *set_.plan;
+    set_.list_forced = {.begin = plan.begin,
+                        .end = plan.end,
+                        .force_below = plan.force_below,
+                        .force_from = plan.force_from,
+                        .tokens = memory_.Take<uint32_t>(plan.always),
+                        .count = memory_.Take<uint32_t>(1),
+                        .workspace = memory_.Take<std::byte>(MergeCandidatesWorkspaceBytes(plan.begin, plan.end))};
+    set_.score_forced = {.view = view_,
+                         .query = query_,
+                         .tokens = set_.list_forced.tokens,
+                         .count = set_.list_forced.count,
+                         .count_max = plan.always,
+                         .scores = memory_.Take<float>(size_t{heads_} * plan.always),
+                         .stride = plan.always};
+  }
+
+  void BuildOpen() {
+    const LayerConfig& config = layer_.config();
+    const KeyClusters& clusters = *layer_.clusters();
+    const uint32_t begin = clusters.begin(), end = clusters.clustered_length();
+    const uint32_t all = clusters.layout().clusters * ClusterBlocks(begin, end);
+    set_.select_clusters = {
+        .query = query_,
+        .layout = clusters.layout(),
+        .blocks = ClusterBlocksIn(),
+        .begin = begin,
+        .end = end,
+        .open_tokens = set_.plan->open_tokens,
+        .forced_scores = set_.score_forced.scores,
+        .forced_stride = set_.score_forced.stride,
+        .forced_count = set_.score_forced.count,
+        .softmax = {.scale = config.softmax.scale, .softcap = config.softmax.softcap},
+        .reduction = Reduced(),
+        .logits = memory_.Take<float>(size_t{heads_} * all),
+        .opened = TakeList(all, set_.opened),
+        .opened_count = memory_.Out(&set_.opened.count, 1),
+        .workspace = memory_.Take<std::byte>(SelectClustersWorkspaceBytes(clusters.layout(), heads_, begin, end))};
+  }
+
+  void BuildClusters() {
+    BuildForced();
+    BuildOpen();
+    const PositionPlan& plan = *set_.plan;
+    const SelectClustersItem& open = set_.select_clusters;
+    const bool by_planes = set_.is(Path::kClusterSketch);
+    set_.scan_clusters = {
+        .view = view_,
+        .query = query_,
+        .layout = open.layout,
+        .blocks = open.blocks,
+        .begin = open.begin,
+        .end = open.end,
+        .opened = open.opened,
+        .opened_count = open.opened_count,
+        .visible_begin = plan.begin,
+        .visible_end = plan.end,
+        .force_below = plan.force_below,
+        .force_from = plan.force_from,
+        .tokens = by_planes ? memory_.Take<uint32_t>(plan.scanned_max) : TakeList(plan.scanned_max, set_.candidates),
+        .count = by_planes ? memory_.Take<uint32_t>(1) : memory_.Out(&set_.candidates.count, 1),
+        .estimates = by_planes ? memory_.Take<float>(size_t{heads_} * plan.scanned_max) : nullptr,
+        .stride = plan.scanned_max};
+    scored_ = {.tokens = set_.scan_clusters.tokens, .count = set_.scan_clusters.count, .count_max = plan.scanned_max};
+    if (!by_planes) return;
+    set_.select_candidates = MakeSelect(scored_, set_.scan_clusters.estimates, plan.candidates, set_.candidates);
+    Flatten(set_.select_candidates);
     scored_ = ChosenOf(set_.select_candidates);
   }
 
@@ -270,7 +357,7 @@ class SetBuilder {
     set_.rest = {
         .query = query_,
         .layout = clusters.layout(),
-        .blocks = memory_.In(clusters.blocks(set_.kv_head).data(), clusters.blocks(set_.kv_head).size()),
+        .blocks = set_.opens_clusters() ? set_.select_clusters.blocks : ClusterBlocksIn(),
         .begin = begin,
         .end = end,
         .visible_begin = set_.plan->begin,
@@ -279,6 +366,7 @@ class SetBuilder {
         .count = set_.select.chosen_count,
         .count_max = static_cast<uint32_t>(set_.select.chosen_stride),
         .softmax = {.scale = config.softmax.scale, .softcap = config.softmax.softcap},
+        .mean_logits = set_.opens_clusters() ? set_.select_clusters.logits : nullptr,
         .output = memory_.Out(OutputPlace(remainder, set_), size_t{heads_} * config.value_dim),
         .log_sum_exp = memory_.Out(LogSumExpPlace(remainder, set_), heads_),
         .lines_read = memory_.Out(&set_.rest_lines, 1),

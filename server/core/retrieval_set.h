@@ -76,6 +76,10 @@ struct RetrievalSet {
   SelectTokensItem select_candidates;
   SelectListsItem select_lists;
   MergeCandidatesItem merge;
+  MergeCandidatesItem list_forced;
+  ScoreTokensItem score_forced;
+  SelectClustersItem select_clusters;
+  ScanClustersItem scan_clusters;
   ScoreTokensItem score;
   SelectTokensItem select;
   GatherRowsItem gather;
@@ -85,7 +89,8 @@ struct RetrievalSet {
   // Host side of what the device reads and writes.
   uint32_t visible = 0;
   TokenList survivors;   // kSketch: after the first pass, where a second one follows
-  TokenList candidates;  // kSketch, kCentroids: the tokens scored
+  TokenList candidates;  // kSketch, kCentroids, kClusters, kClusterSketch: the tokens scored
+  TokenList opened;      // kClusters, kClusterSketch: clusters
   uint32_t chosen = 0;
   uint64_t overflow = 0;
   uint64_t rest_lines = 0;
@@ -95,6 +100,8 @@ struct RetrievalSet {
   std::vector<uint32_t> selected_lists;
 
   bool is(Path path) const { return plan->path == path; }
+  bool opens_clusters() const { return plan->opens_clusters(); }
+  bool scans_sketch() const { return is(Path::kSketch) || is(Path::kClusterSketch); }
   bool keeps_scores() const { return item->wants_scores() || item->wants_attention(); }
   bool scores() const { return !is(Path::kDense) || keeps_scores(); }
   bool selects() const { return !is(Path::kDense); }

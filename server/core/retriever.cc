@@ -144,6 +144,8 @@ class Rounds {
   absl::Status Choose() {
     using Set = RetrievalSet;
     const auto sketches = [](const Set& set) { return set.is(Path::kSketch); };
+    const auto opens = [](const Set& set) { return set.opens_clusters(); };
+    const auto estimated = [](const Set& set) { return set.scans_sketch(); };
     const auto refines = [](const Set& set) { return set.is(Path::kSketch) && set.plan->survivors > 0; };
     const auto probes = [](const Set& set) { return set.is(Path::kCentroids); };
     const auto scores = [](const Set& set) { return set.scores(); };
@@ -156,7 +158,11 @@ class Rounds {
     CTKVR_RETURN_IF_ERROR(Operate<ScanPlanesItem>(&Backend::ScanPlanes, &Set::scan, sketches));
     CTKVR_RETURN_IF_ERROR(Operate<SelectTokensItem>(&Backend::SelectTokens, &Set::select_survivors, refines));
     CTKVR_RETURN_IF_ERROR(Operate<RefinePlanesItem>(&Backend::RefinePlanes, &Set::refine, refines));
-    CTKVR_RETURN_IF_ERROR(Operate<SelectTokensItem>(&Backend::SelectTokens, &Set::select_candidates, sketches));
+    CTKVR_RETURN_IF_ERROR(Operate<MergeCandidatesItem>(&Backend::MergeCandidates, &Set::list_forced, opens));
+    CTKVR_RETURN_IF_ERROR(Operate<ScoreTokensItem>(&Backend::ScoreTokens, &Set::score_forced, opens));
+    CTKVR_RETURN_IF_ERROR(Operate<SelectClustersItem>(&Backend::SelectClusters, &Set::select_clusters, opens));
+    CTKVR_RETURN_IF_ERROR(Operate<ScanClustersItem>(&Backend::ScanClusters, &Set::scan_clusters, opens));
+    CTKVR_RETURN_IF_ERROR(Operate<SelectTokensItem>(&Backend::SelectTokens, &Set::select_candidates, estimated));
     CTKVR_RETURN_IF_ERROR(Operate<SelectListsItem>(&Backend::SelectLists, &Set::select_lists, probes));
     CTKVR_RETURN_IF_ERROR(Operate<MergeCandidatesItem>(&Backend::MergeCandidates, &Set::merge, probes));
     const TimePoint found = clock_.Now();

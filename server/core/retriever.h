@@ -3,6 +3,7 @@
 // Retrievals of one batch, for several sessions at once. The only place that knows the order of the operations:
 //
 //   prepare ─▶ scan planes ─▶ select ─▶ refine ─▶ select ─┐
+//           ─▶ score forced ─▶ open clusters ─▶ scan ─▶ select ┤
 //           ─▶ select lists ─▶ merge ────────────────────┼─▶ score ─▶ select ─▶ wait ─▶ ids, scores, rows ─▶ wait
 //           ─▶ (every visible token) ────────────────────┘
 //

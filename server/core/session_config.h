@@ -18,8 +18,8 @@
 
 namespace ctkvr {
 
-enum class Source : uint8_t { kDense, kExact, kSketch, kQueryCentroids, kAuto };
-inline constexpr size_t kSourceCount = 4;  // that serve; kAuto becomes one of them
+enum class Source : uint8_t { kDense, kExact, kSketch, kQueryCentroids, kKeyCentroids, kKeyCentroidsSketch, kAuto };
+inline constexpr size_t kSourceCount = 6;  // that serve; kAuto becomes one of them
 const char* SourceName(Source source);     // "sketch"
 
 enum class Reduction : uint8_t { kSumSoftmax, kMaxSoftmax, kPerHead };
@@ -40,6 +40,7 @@ struct Selection {
   uint32_t candidate_tokens = 512;
   uint32_t probes = 4;
   std::string centroid_set;
+  float open_share = 0.5f;
 
   bool operator==(const Selection&) const = default;
 };
@@ -60,6 +61,7 @@ struct SelectionOverride {
   std::optional<uint32_t> candidate_tokens;
   std::optional<uint32_t> probes;
   std::optional<std::string> centroid_set;
+  std::optional<float> open_share;
 };
 
 struct SoftmaxConfig {

@@ -35,24 +35,31 @@ absl::Status ValidateShares(const Selection& selection) {
   if (!(selection.keep_share > 0 && selection.keep_share <= 1)) {
     return FloatError("keep_share", selection.keep_share, "above 0 and at most 1");
   }
+  if (!(selection.open_share > 0 && selection.open_share <= 1)) {
+    return FloatError("open_share", selection.open_share, "above 0 and at most 1");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ValidateCandidates(const Selection& selection) {
+  if (selection.candidate_tokens < selection.k_tokens) {
+    return absl::InvalidArgumentError(absl::StrCat("candidate_tokens is ", selection.candidate_tokens,
+                                                   "; the least is k_tokens, ", selection.k_tokens));
+  }
   return absl::OkStatus();
 }
 
 absl::Status ValidateSketch(const Selection& selection, const LayerConfig& layer, uint32_t first_planes) {
   const uint32_t planes = KeyPlanes(layer.format);
   if (planes == 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("source is sketch; format ", FormatName(layer.format), " has no bit planes"));
+    return absl::InvalidArgumentError(absl::StrCat("source is ", SourceName(selection.source), "; format ",
+                                                   FormatName(layer.format), " has no bit planes"));
   }
   if (selection.refine_planes != 0 && (selection.refine_planes < first_planes || selection.refine_planes > planes)) {
     return absl::InvalidArgumentError(absl::StrCat("refine_planes is ", selection.refine_planes,
                                                    "; it must be 0 or from ", first_planes, " to ", planes));
   }
-  if (selection.candidate_tokens < selection.k_tokens) {
-    return absl::InvalidArgumentError(absl::StrCat("candidate_tokens is ", selection.candidate_tokens,
-                                                   "; the least is k_tokens, ", selection.k_tokens));
-  }
-  return absl::OkStatus();
+  return ValidateCandidates(selection);
 }
 
 absl::Status ValidateGeometry(const LayerConfig& layer) {
@@ -124,6 +131,22 @@ absl::Status ValidateLayer(const LayerConfig& layer, uint32_t first_planes) {
   return ValidateSelection(layer.selection, layer, first_planes);
 }
 
+absl::Status ValidateSource(const Selection& selection, const LayerConfig& layer, uint32_t first_planes) {
+  const bool of_clusters = selection.source == Source::kKeyCentroids || selection.source == Source::kKeyCentroidsSketch;
+  if (of_clusters && layer.tokens_per_cluster == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("source is ", SourceName(selection.source), "; the layer keeps no key clusters"));
+  }
+  if (selection.source == Source::kKeyCentroids) return ValidateCandidates(selection);
+  if (selection.source == Source::kSketch || selection.source == Source::kKeyCentroidsSketch) {
+    return ValidateSketch(selection, layer, first_planes);
+  }
+  if (selection.source == Source::kQueryCentroids && layer.query_centroids.centroids == 0) {
+    return absl::InvalidArgumentError("source is query_centroids; the layer keeps no query centroids");
+  }
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 const char* SourceName(Source source) {
@@ -136,6 +159,10 @@ const char* SourceName(Source source) {
       return "sketch";
     case Source::kQueryCentroids:
       return "query_centroids";
+    case Source::kKeyCentroids:
+      return "key_centroids";
+    case Source::kKeyCentroidsSketch:
+      return "key_centroids_sketch";
     case Source::kAuto:
       return "auto";
   }
@@ -155,11 +182,7 @@ absl::Status ValidateSelection(const Selection& selection, const LayerConfig& la
     return absl::InvalidArgumentError(
         absl::StrCat("centroid_set is \"", selection.centroid_set, "\"; the layer has no set of that name"));
   }
-  if (selection.source == Source::kSketch) return ValidateSketch(selection, layer, first_planes);
-  if (selection.source == Source::kQueryCentroids && layer.query_centroids.centroids == 0) {
-    return absl::InvalidArgumentError("source is query_centroids; the layer keeps no query centroids");
-  }
-  return absl::OkStatus();
+  return ValidateSource(selection, layer, first_planes);
 }
 
 absl::Status ValidateSessionConfig(const SessionConfig& config) {
@@ -202,6 +225,7 @@ Selection Resolve(const Selection& base, const SelectionOverride& override) {
   if (override.candidate_tokens.has_value()) resolved.candidate_tokens = *override.candidate_tokens;
   if (override.probes.has_value()) resolved.probes = *override.probes;
   if (override.centroid_set.has_value()) resolved.centroid_set = *override.centroid_set;
+  if (override.open_share.has_value()) resolved.open_share = *override.open_share;
   return resolved;
 }
 

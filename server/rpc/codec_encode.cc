@@ -185,6 +185,10 @@ v1::Source EncodeSource(Source source) {
       return v1::SOURCE_SKETCH;
     case Source::kQueryCentroids:
       return v1::SOURCE_QUERY_CENTROIDS;
+    case Source::kKeyCentroids:
+      return v1::SOURCE_KEY_CENTROIDS;
+    case Source::kKeyCentroidsSketch:
+      return v1::SOURCE_KEY_CENTROIDS_SKETCH;
     case Source::kAuto:
       return v1::SOURCE_AUTO;
   }
@@ -232,6 +236,7 @@ void EncodeSelection(const Selection& selection, v1::Selection* message) {
   message->set_candidate_tokens(selection.candidate_tokens);
   message->set_probes(selection.probes);
   message->set_centroid_set(selection.centroid_set);
+  message->set_open_share(selection.open_share);
 }
 
 void EncodeSoftmax(const SoftmaxConfig& softmax, v1::SoftmaxOptions* message) {

@@ -59,8 +59,9 @@ absl::StatusOr<std::optional<Source>> DecodeSource(v1::Source source, const Fiel
     case v1::SOURCE_AUTO:
       return std::optional(Source::kAuto);
     case v1::SOURCE_KEY_CENTROIDS:
+      return std::optional(Source::kKeyCentroids);
     case v1::SOURCE_KEY_CENTROIDS_SKETCH:
-      return NotServed(FieldPath(field, v1::Source_Name(source).c_str()));
+      return std::optional(Source::kKeyCentroidsSketch);
     default:
       return UnknownEnum(field, source, v1::Source_MAX);
   }
@@ -105,6 +106,7 @@ void MergeSelection(const SelectionOverride& from, SelectionOverride* to) {
   merge(from.candidate_tokens, &to->candidate_tokens);
   merge(from.probes, &to->probes);
   merge(from.centroid_set, &to->centroid_set);
+  merge(from.open_share, &to->open_share);
 }
 
 absl::Status MergeSoftmax(const v1::SoftmaxOptions& message, const FieldPath& where, LayerDraft* draft) {
@@ -297,6 +299,7 @@ absl::StatusOr<SelectionOverride> DecodeSelection(const v1::Selection& message, 
                                  limits::kCentroidSetNameBytesMax));
     out.centroid_set = message.centroid_set();
   }
+  if (message.has_open_share()) out.open_share = message.open_share();
   return out;
 }
 

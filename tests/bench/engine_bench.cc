@@ -11,6 +11,7 @@
 
 #include "kernels/backend_registry.h"
 #include "server/core/engine.h"
+#include "server/core/limits.h"
 #include "tests/bench/baselines.h"
 #include "tests/bench/bench.h"
 #include "tests/bench/machine.h"
@@ -53,6 +54,7 @@ SessionConfig Config(uint32_t tokens, uint32_t centroids) {
   layer.format = Format::kK8V4;
   layer.softmax.scale = 1 / std::sqrt(static_cast<float>(kHeadDim));
   if (centroids > 0) layer.query_centroids = {.centroids = centroids, .list_tokens = 512};
+  if (centroids > 0) layer.tokens_per_cluster = limits::kTokensPerClusterDefault;
   SessionConfig config;
   config.layers = {layer};
   config.token_limit = tokens;
@@ -184,7 +186,9 @@ void AddLines(Bed& bed) {
     Source source;
   };
   for (const Case& c : {Case{"retrieve, sketch", Source::kSketch}, Case{"retrieve, exact", Source::kExact},
-                        Case{"retrieve, query_centroids", Source::kQueryCentroids}}) {
+                        Case{"retrieve, query_centroids", Source::kQueryCentroids},
+                        Case{"retrieve, key_centroids", Source::kKeyCentroids},
+                        Case{"retrieve, key_centroids_sketch", Source::kKeyCentroidsSketch}}) {
     const double read = static_cast<double>(Retrieve(bed, "long", c.source).bytes_read);
     Add(c.name, {.bytes = read, .tokens = tokens},
         [&bed, source = c.source] { benchmark::DoNotOptimize(Retrieve(bed, "long", source).counts.data()); });

@@ -94,6 +94,7 @@ Clusters DecodeClusters(const ClusterLayout& layout, std::span<const std::byte* 
       slot = cluster_end;
       clusters.keys.emplace_back(layout.head_dim);
       clusters.values.emplace_back(layout.value_dim);
+      clusters.spreads.push_back(0);
       if (clusters.counts.back() == 0) continue;
       Row key = ReadMean(block + layout.key_means_offset, block + layout.key_scales_offset, c, layout.head_dim);
       if (layout.coded) key = Unrotated(key, codec.signs);
@@ -101,6 +102,7 @@ Clusters DecodeClusters(const ClusterLayout& layout, std::span<const std::byte* 
         key[i] += layout.coded ? codec.mean[i] : double{ReadAt<float>(block + layout.centre_offset, i)};
       }
       clusters.keys.back() = key;
+      clusters.spreads.back() = FromF16(ReadAt<uint16_t>(block + layout.spreads_offset, c));
       clusters.values.back() =
           ReadMean(block + layout.value_means_offset, block + layout.value_scales_offset, c, layout.value_dim);
     }
@@ -168,6 +170,37 @@ Attention Remainder(const Clusters& clusters, const std::vector<uint32_t>& left_
     if (token >= begin && token - begin < clusters.cluster_of.size()) left[clusters.cluster_of[token - begin]] -= 1;
   }
   return AttendWeighted(Logits(Scores(queries, clusters.keys), softmax), clusters.values, left);
+}
+
+Row ClusterRanks(const Clusters& clusters, const Matrix& queries, const Matrix& forced_scores,
+                 const ClusterRanking& ranking) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const double end = std::sqrt(2 * std::log(ranking.tokens_per_cluster));
+  Matrix expected = Logits(Scores(queries, clusters.keys), ranking.softmax);
+  const Matrix forced = Logits(forced_scores, ranking.softmax);
+  Matrix log_shares;
+  for (size_t r = 0; r < queries.size(); ++r) {
+    double largest = -infinity;
+    for (size_t c = 0; c < clusters.counts.size(); ++c) {
+      double& logit = expected[r][c];
+      double deviation = ranking.softmax.scale * std::sqrt(Dot(queries[r], queries[r])) * clusters.spreads[c];
+      if (ranking.softmax.softcap > 0) deviation *= 1 - std::pow(logit / ranking.softmax.softcap, 2);
+      logit += deviation < end ? deviation * deviation / 2 : end * deviation - end * end / 2;
+      if (clusters.counts[c] == 0) logit = -infinity;
+      largest = std::max(largest, logit);
+    }
+    for (const double logit : forced[r]) largest = std::max(largest, logit);
+    double sum = 0;
+    for (size_t c = 0; c < clusters.counts.size(); ++c) sum += clusters.counts[c] * std::exp(expected[r][c] - largest);
+    for (const double logit : forced[r]) sum += std::exp(logit - largest);
+    Row& row = log_shares.emplace_back(expected[r]);
+    for (double& logit : row) logit -= largest + std::log(sum);
+  }
+  Row ranks = GroupRanks(log_shares, ranking.reduction);
+  for (size_t c = 0; c < ranks.size(); ++c) {
+    if (clusters.counts[c] == 0) ranks[c] = -infinity;
+  }
+  return ranks;
 }
 
 }  // namespace ctkvr::oracle

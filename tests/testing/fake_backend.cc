@@ -139,8 +139,13 @@ std::vector<const void*> PointersOf(const Item& item) {
   } else if constexpr (std::is_same_v<Item, ArrangeSketchItem>) {
     return {item.block, item.sketch};
   } else if constexpr (std::is_same_v<Item, EstimateRestItem>) {
-    return {item.query.plain, item.blocks,      item.tokens,     item.count,
+    return {item.query.plain, item.blocks,      item.tokens,     item.count,    item.mean_logits,
             item.output,      item.log_sum_exp, item.lines_read, item.workspace};
+  } else if constexpr (std::is_same_v<Item, SelectClustersItem>) {
+    return {item.query.plain, item.blocks, item.forced_scores, item.forced_count,
+            item.logits,      item.opened, item.opened_count,  item.workspace};
+  } else if constexpr (std::is_same_v<Item, ScanClustersItem>) {
+    return {item.query.scan, item.opened, item.opened_count, item.tokens, item.count, item.estimates};
   } else {
     static_assert(std::is_same_v<Item, GatherRowsItem>, "an operation without a list of its arrays");
     return {item.tokens, item.count, item.keys, item.values, item.overflow};
@@ -277,6 +282,12 @@ absl::Status FakeBackend::ArrangeSketch(Stream& stream, std::span<const ArrangeS
 }
 absl::Status FakeBackend::EstimateRest(Stream& stream, std::span<const EstimateRestItem> items) {
   return Operate(stream, "EstimateRest", items, &Backend::EstimateRest);
+}
+absl::Status FakeBackend::SelectClusters(Stream& stream, std::span<const SelectClustersItem> items) {
+  return Operate(stream, "SelectClusters", items, &Backend::SelectClusters);
+}
+absl::Status FakeBackend::ScanClusters(Stream& stream, std::span<const ScanClustersItem> items) {
+  return Operate(stream, "ScanClusters", items, &Backend::ScanClusters);
 }
 
 }  // namespace ctkvr::testing

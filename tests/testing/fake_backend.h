@@ -79,6 +79,8 @@ class FakeBackend final : public Backend {
   absl::Status BuildClusters(Stream& stream, std::span<const BuildClustersItem> items) override;
   absl::Status ArrangeSketch(Stream& stream, std::span<const ArrangeSketchItem> items) override;
   absl::Status EstimateRest(Stream& stream, std::span<const EstimateRestItem> items) override;
+  absl::Status SelectClusters(Stream& stream, std::span<const SelectClustersItem> items) override;
+  absl::Status ScanClusters(Stream& stream, std::span<const ScanClustersItem> items) override;
 
  private:
   class FakeStream;

@@ -79,13 +79,29 @@ TEST_F(SelectionFlagsTest, QueryCentroidsComeWithTheirSet) {
   EXPECT_FALSE(options.selection().has_candidate_tokens());
 }
 
+TEST_F(SelectionFlagsTest, KeyCentroidsComeWithTheirClusters) {
+  ASSERT_TRUE(Parse({"--source", "key_centroids_sketch", "--open-share", "0.25", "--tokens-per-cluster", "32",
+                     "--candidates", "99"}));
+  const v1::SessionOptions options = MakeSessionOptions(flags_);
+  EXPECT_EQ(options.key_clusters().tokens_per_cluster(), 32u);
+  EXPECT_EQ(options.selection().open_share(), 0.25f);
+  EXPECT_EQ(options.selection().candidate_tokens(), 99u);
+  EXPECT_FALSE(options.selection().has_keep_share());
+  flags_.source = "key_centroids";
+  EXPECT_EQ(MakeSessionOptions(flags_).key_clusters().tokens_per_cluster(), 32u);
+  EXPECT_FALSE(MakeSessionOptions(flags_).selection().has_open_share());
+  flags_.source = "sketch";
+  EXPECT_FALSE(MakeSessionOptions(flags_).has_key_clusters());
+}
+
 TEST_F(SelectionFlagsTest, EveryNameOffersAValue) {
   for (const char* format : {"f32", "f16", "bf16", "k8v8", "k8v4", "k6v4"}) {
     flags_.format = format;
     EXPECT_NE(MakeSessionOptions(flags_).format(), v1::FORMAT_UNSPECIFIED) << format;
     EXPECT_EQ(ShortName(MakeSessionOptions(flags_).format()), format);
   }
-  for (const char* source : {"auto", "dense", "exact", "sketch", "query_centroids"}) {
+  for (const char* source :
+       {"auto", "dense", "exact", "sketch", "query_centroids", "key_centroids", "key_centroids_sketch"}) {
     flags_.source = source;
     EXPECT_EQ(ShortName(MakeSessionOptions(flags_).selection().source()), source);
   }

@@ -422,7 +422,7 @@ TEST_P(KeyClustersTest, MemoryIsTheFormulasAndAdmittedAtOpen) {
   Grow(4096);
   ASSERT_THAT(harness_.Maintain("s"), IsOk());
   const SessionInfo info = *harness_.Get(Ref("s"));
-  const uint64_t block_bytes = (1024 / 16) * (32 + 16 + 6) + 1024 * 2;
+  const uint64_t block_bytes = (1024 / 16) * (32 + 16 + 8) + 1024 * 2;
   EXPECT_EQ(info.memory.index_bytes, 2 * 4 * block_bytes);
   SessionConfig without = config_;
   without.layers[0].tokens_per_cluster = 0;
@@ -431,14 +431,14 @@ TEST_P(KeyClustersTest, MemoryIsTheFormulasAndAdmittedAtOpen) {
   EXPECT_EQ(Session::PlannedBytes(config_), Session::PlannedBytes(without) + 2 * (5 * block_bytes + sketch_bytes));
 }
 
-// Of a whole model, what builds blocks included: 16 tokens a cluster where sessions are long, 17 where k8v4 is short.
+// Of a whole model, what builds blocks included.
 TEST(KeyClustersMemory, IsAShareOfFloat32WithinWhatTheServicePromises) {
   struct Case {
     Format format;
     double promise;
     uint32_t tokens_per_cluster, token_limit;
   };
-  for (const Case& c : {Case{Format::kK8V4, 0.225, 16, 131072}, Case{Format::kK8V4, 0.225, 16, 1u << 20},
+  for (const Case& c : {Case{Format::kK8V4, 0.225, 17, 131072}, Case{Format::kK8V4, 0.225, 17, 1u << 20},
                         Case{Format::kK8V4, 0.225, 17, 32768}, Case{Format::kK6V4, 0.195, 16, 32768}}) {
     LayerConfig layer = SmallLayer(c.format);
     layer.q_heads = 32;

@@ -125,9 +125,12 @@ TEST_P(RetrieverAttentionTest, EverySourceServesIt) {
   LayerConfig layer = SmallLayer(Format::kK8V4, Source::kQueryCentroids);
   layer.softmax.softcap = 2;
   layer.softmax.sink_logits = {3, -1, 0, 5};
+  layer.tokens_per_cluster = 16;
+  layer.selection.open_share = 0.1f;
   Fill(SmallConfig(layer), kLength, 60);
   ASSERT_THAT(harness_.Maintain("s"), IsOk());
-  for (Source source : {Source::kDense, Source::kExact, Source::kSketch, Source::kQueryCentroids}) {
+  for (Source source : {Source::kDense, Source::kExact, Source::kSketch, Source::kQueryCentroids, Source::kKeyCentroids,
+                        Source::kKeyCentroidsSketch}) {
     SCOPED_TRACE(SourceName(source));
     OwnedQuery query = tokens_->Ask(kLength, 2);
     query.query.selection.source = source;

@@ -151,6 +151,12 @@ const std::vector<Case>& CentroidCases() {
   return cases;
 }
 
+void Clustered(SessionConfig& config) {
+  L(config).format = Format::kF16;
+  L(config).tokens_per_cluster = 16;
+  S(config).source = Source::kKeyCentroids;
+}
+
 const std::vector<Case>& SelectionCases() {
   static const std::vector<Case> cases = {
       {"k", [](auto& c) { S(c).k_tokens = S(c).candidate_tokens = 8192; },
@@ -173,6 +179,22 @@ const std::vector<Case>& SelectionCases() {
        "keep_share is 1.2"},
       {"keep_share low", [](auto& c) { S(c).keep_share = 1e-6f; }, [](auto& c) { S(c).keep_share = 0; },
        "keep_share is 0"},
+      {"open_share", [](auto& c) { S(c).open_share = 1; }, [](auto& c) { S(c).open_share = 1.2f; },
+       "open_share is 1.2; it must be above 0 and at most 1"},
+      {"open_share low", [](auto& c) { S(c).open_share = 1e-6f; }, [](auto& c) { S(c).open_share = 0; },
+       "open_share is 0"},
+      {"no clusters", [](auto& c) { L(c).tokens_per_cluster = 16, S(c).source = Source::kKeyCentroids; },
+       [](auto& c) { S(c).source = Source::kKeyCentroids; },
+       "source is key_centroids; the layer keeps no key clusters"},
+      {"no clusters to scan", [](auto& c) { L(c).tokens_per_cluster = 16, S(c).source = Source::kKeyCentroidsSketch; },
+       [](auto& c) { S(c).source = Source::kKeyCentroidsSketch; },
+       "source is key_centroids_sketch; the layer keeps no key clusters"},
+      {"clusters of floats", [](auto& c) { Clustered(c), S(c).source = Source::kKeyCentroids; },
+       [](auto& c) { Clustered(c), S(c).source = Source::kKeyCentroidsSketch; },
+       "source is key_centroids_sketch; format f16 has no bit planes"},
+      {"members below k", [](auto& c) { Clustered(c), S(c).candidate_tokens = S(c).k_tokens; },
+       [](auto& c) { Clustered(c), S(c).candidate_tokens = S(c).k_tokens - 1; },
+       "candidate_tokens is 15; the least is k_tokens, 16"},
       {"refine below first", [](auto& c) { S(c).refine_planes = 2; }, [](auto& c) { S(c).refine_planes = 1; },
        "refine_planes is 1; it must be 0 or from 2 to 8"},
       {"refine", [](auto& c) { S(c).refine_planes = 8; }, [](auto& c) { S(c).refine_planes = 9; },
@@ -252,6 +274,7 @@ TEST_F(TypesTest, AnOverrideChangesWhatItNamesAndNothingElse) {
   all.candidate_tokens = 7;
   all.probes = 9;
   all.centroid_set = "name";
+  all.open_share = 0.75f;
   const Selection expected{.source = Source::kExact,
                            .k_tokens = 1,
                            .top_p = 0.5f,
@@ -265,7 +288,8 @@ TEST_F(TypesTest, AnOverrideChangesWhatItNamesAndNothingElse) {
                            .refine_planes = 6,
                            .candidate_tokens = 7,
                            .probes = 9,
-                           .centroid_set = "name"};
+                           .centroid_set = "name",
+                           .open_share = 0.75f};
   EXPECT_EQ(Resolve(base, all), expected);
   SelectionOverride one;
   one.probes = 11;
@@ -279,6 +303,8 @@ TEST_F(TypesTest, SourcesHaveTheNamesOfTheProto) {
   EXPECT_STREQ(SourceName(Source::kExact), "exact");
   EXPECT_STREQ(SourceName(Source::kSketch), "sketch");
   EXPECT_STREQ(SourceName(Source::kQueryCentroids), "query_centroids");
+  EXPECT_STREQ(SourceName(Source::kKeyCentroids), "key_centroids");
+  EXPECT_STREQ(SourceName(Source::kKeyCentroidsSketch), "key_centroids_sketch");
 }
 
 }  // namespace

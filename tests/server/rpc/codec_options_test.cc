@@ -109,6 +109,7 @@ TEST(DecodeSessionOptionsTest, EveryFieldOfSelectionIsTaken) {
   s->set_candidate_tokens(9);
   s->set_probes(8);
   s->set_centroid_set("set");
+  s->set_open_share(0.25f);
   const Selection expected = {.source = Source::kQueryCentroids,
                               .k_tokens = 1,
                               .top_p = 0.5f,
@@ -122,7 +123,8 @@ TEST(DecodeSessionOptionsTest, EveryFieldOfSelectionIsTaken) {
                               .refine_planes = 0,
                               .candidate_tokens = 9,
                               .probes = 8,
-                              .centroid_set = "set"};
+                              .centroid_set = "set",
+                              .open_share = 0.25f};
   EXPECT_EQ(Decoded(options).layers[0].selection, expected);
 }
 
@@ -357,10 +359,6 @@ INSTANTIATE_TEST_SUITE_P(
 INSTANTIATE_TEST_SUITE_P(
     NotServed, BadOptionsTest,
     ::testing::Values(
-        Break{"KeyCentroids", [](auto& o) { o.mutable_selection()->set_source(v1::SOURCE_KEY_CENTROIDS); }, kNotServed,
-              "SOURCE_KEY_CENTROIDS"},
-        Break{"KeyCentroidsSketch", [](auto& o) { o.mutable_selection()->set_source(v1::SOURCE_KEY_CENTROIDS_SKETCH); },
-              kNotServed, "SOURCE_KEY_CENTROIDS_SKETCH"},
         Break{"TwoSets",
               [](auto& o) {
                 o.add_query_centroids();

@@ -15,7 +15,7 @@ __all__ = ["Answer", "AnswerMode", "Reduction", "RowFormat", "Selection", "Sets"
 AnswerMode = Literal["ids", "scores", "rows", "attention"]
 Reduction = Literal["sum_softmax", "max_softmax", "per_head"]
 RowFormat = Literal["f32", "f16", "bf16", "storage"]
-Source = Literal["dense", "exact", "sketch", "query_centroids"]
+Source = Literal["dense", "exact", "sketch", "query_centroids", "key_centroids", "key_centroids_sketch"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,7 @@ class Selection:
     candidate_tokens: int | None = None
     probes: int | None = None
     centroid_set: str | None = None
+    open_share: float | None = None
 
 
 class Sets:
