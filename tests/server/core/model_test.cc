@@ -162,6 +162,11 @@ class ModelTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
     query.query.layer = layer;
     const Source sources[] = {Source::kDense, Source::kExact, Source::kQueryCentroids, config.selection.source};
     query.query.selection.source = sources[Below(4)];
+    if (config.tokens_per_cluster > 0 && Chance(3)) {
+      query.query.selection.source = KeysAreCoded(config.format) ? Source::kKeyCentroidsSketch : Source::kKeyCentroids;
+      query.query.selection.candidate_tokens = 64;
+      query.query.selection.open_share = 0.05f;
+    }
     const Reduction reductions[] = {Reduction::kSumSoftmax, Reduction::kMaxSoftmax, Reduction::kPerHead};
     query.query.selection.reduction = reductions[Below(3)];
     if (Chance(4)) query.query.local_begin = Below(length + 2);
@@ -175,7 +180,11 @@ class ModelTest : public ::testing::TestWithParam<std::tuple<int, bool>> {
       EXPECT_EQ(GetErrorDetail(answer.status()).reason, kReasonBeforeIndex) << answer.status();
       return;
     }
-    const uint32_t tail_begin = query.query.answer.remainder ? clustered : 0xffffffff;
+    const Source asked_for = answer->used.source;
+    const bool of_clusters = asked_for == Source::kKeyCentroids || asked_for == Source::kKeyCentroidsSketch;
+    // Without clusters nothing is tail, but for the remainder.
+    const bool has_tail = query.query.answer.remainder || (of_clusters && clustered > 0);
+    const uint32_t tail_begin = has_tail ? clustered : 0xffffffff;
     ExpectAnswer(Stored(id, *session, layer), config, tokens, {query.query, *answer, tail_begin});
     Renew(*session);
   }
