@@ -80,7 +80,6 @@ def test_requests_that_are_wrong_whatever_the_state(client: Any, session: Any, t
 def test_what_is_not_served(client: Any) -> None:
     options = session_pb2.SessionOptions(admission=session_pb2.ADMISSION_GROW)
     expect(errors.NotServed, "", lambda: client.open_session(**GEOMETRY, options=options))
-    expect(errors.NotServed, "", lambda: client.open_session(**GEOMETRY, source="auto"))
 
 
 def test_rows_that_do_not_fit(session: Any, tokens: Tokens) -> None:

@@ -41,7 +41,7 @@ TEST_F(CacheServiceTest, ServerInfoTellsVersionLimitsAndWhatIsServed) {
   EXPECT_EQ(info.limits().magnitude_max(), limits::kMagnitudeMax);
   EXPECT_THAT(info.sources(),
               ElementsAre(v1::SOURCE_DENSE, v1::SOURCE_EXACT, v1::SOURCE_SKETCH, v1::SOURCE_QUERY_CENTROIDS,
-                          v1::SOURCE_KEY_CENTROIDS, v1::SOURCE_KEY_CENTROIDS_SKETCH));
+                          v1::SOURCE_KEY_CENTROIDS, v1::SOURCE_KEY_CENTROIDS_SKETCH, v1::SOURCE_AUTO));
   EXPECT_THAT(info.formats(), ElementsAre(v1::FORMAT_F32, v1::FORMAT_F16, v1::FORMAT_BF16, v1::FORMAT_K8V8,
                                           v1::FORMAT_K8V4, v1::FORMAT_K6V4));
 }
