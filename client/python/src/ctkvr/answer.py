@@ -15,7 +15,7 @@ __all__ = ["Answer", "AnswerMode", "Reduction", "RowFormat", "Selection", "Sets"
 AnswerMode = Literal["ids", "scores", "rows", "attention"]
 Reduction = Literal["sum_softmax", "max_softmax", "per_head"]
 RowFormat = Literal["f32", "f16", "bf16", "storage"]
-Source = Literal["dense", "exact", "sketch", "query_centroids", "key_centroids", "key_centroids_sketch"]
+Source = Literal["dense", "exact", "sketch", "query_centroids", "key_centroids", "key_centroids_sketch", "auto"]
 
 
 @dataclass(frozen=True)

@@ -160,8 +160,8 @@ class ClientCore:
         layers to token_limit are the model's and must be given, here or in `options`, a message that everything else
         is laid over; it has the settings that have no argument here. None leaves the server's default. format is
         "k8v4", "k8v8", "k6v4", "f32", "f16" or "bf16"; centroids and list_tokens size the index of source
-        "query_centroids", tokens_per_cluster (16 is a good choice) the key clusters that a remainder is estimated
-        from. Raises NoRoom, InvalidRequest, SessionExists, NotServed.
+        "query_centroids", tokens_per_cluster (0: none) the key clusters that sources search and a remainder is
+        estimated from. Raises NoRoom, InvalidRequest, SessionExists, NotServed.
         """
         message = session_pb2.SessionOptions()
         if options is not None:
