@@ -168,14 +168,16 @@ uint64_t KeyLines(const Layer& layer, uint32_t kv_head, uint32_t begin, uint32_t
 
 // Scoring the keys listed.
 uint64_t KeyLines(const Layer& layer, uint32_t kv_head, std::span<const uint32_t> tokens) {
-  if (layer.has_codes()) {
+  const uint64_t records = layer.has_codes() ? RecordLines(layer.layout(), {}, 0, tokens) : 0;
+  if (layer.has_codes() && layer.clusters() != nullptr) {
     SlotLines slots(layer, kv_head);
     slots.AddTokens(tokens);
-    return slots.lines() + RecordLines(layer.layout(), {}, 0, tokens);
+    return slots.lines() + records;
   }
+  const uint64_t bytes = layer.has_codes() ? layer.layout().sketch_token_bytes() : layer.key_bytes();
   LineCount count;
-  for (const uint64_t token : tokens) count.Add(token * layer.key_bytes(), (token + 1) * layer.key_bytes());
-  return count.lines();
+  for (const uint64_t token : tokens) count.Add(token * bytes, (token + 1) * bytes);
+  return count.lines() + records;
 }
 
 uint64_t SketchLines(const RetrievalSet& set) {
