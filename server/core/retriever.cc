@@ -3,48 +3,24 @@
 #include "server/core/retriever.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <deque>
-#include <limits>
 #include <memory>
 #include <numeric>
 #include <string>
 #include <vector>
 
-#include "absl/strings/str_cat.h"
 #include "kernels/base/status_macros.h"
 #include "server/core/bytes_read.h"
 #include "server/core/context.h"
-#include "server/core/error.h"
 #include "server/core/observer.h"
+#include "server/core/partial_attention.h"
 #include "server/core/query_feed.h"
 #include "server/core/retrieval_plan.h"
 #include "server/core/retrieval_set.h"
 
 namespace ctkvr {
 namespace {
-
-const char* RowFormatName(RowFormat format) {
-  switch (format) {
-    case RowFormat::kF32:
-      return "f32";
-    case RowFormat::kF16:
-      return "f16";
-    case RowFormat::kBF16:
-      return "bf16";
-    case RowFormat::kStorage:
-      return "storage";
-  }
-  return "?";
-}
-
-absl::Status OverflowError(RowFormat format, uint64_t overflow, const char* what) {
-  return MakeError(absl::StatusCode::kFailedPrecondition,
-                   absl::StrCat("row_format is ", RowFormatName(format), "; ", overflow, " elements of the ", what,
-                                " do not fit it"),
-                   kReasonRowOverflow);
-}
 
 // Where bytes of a string begin, as elements of T.
 template <typename T>
@@ -369,7 +345,7 @@ class Rounds {
       item.layer->index()->CountUses(set.kv_head, set.selected_lists, item.query->position + set.position);
     }
     if (set.overflow == 0) return;
-    item.status = OverflowError(item.options().row_format, set.overflow, "chosen rows");
+    item.status = RowOverflowError(item.options().row_format, set.overflow, "chosen rows");
   }
 
   const LaneDevice device_;
@@ -380,17 +356,6 @@ class Rounds {
   std::vector<std::unique_ptr<RetrievalSet>> sets_;
   std::vector<uint32_t> missing_;
 };
-
-// What is left where a set chooses nothing.
-PartialAttention EmptyAttention(const LayerConfig& layer, uint32_t positions) {
-  PartialAttention attention{.positions = positions, .q_heads = layer.q_heads, .value_dim = layer.value_dim};
-  const size_t rows = size_t{positions} * layer.q_heads;
-  attention.output.resize(rows * layer.value_dim * sizeof(float));
-  attention.log_sum_exp.resize(rows * sizeof(float));
-  auto* log_sum_exp = At<float>(attention.log_sum_exp, 0);
-  std::fill(log_sum_exp, log_sum_exp + rows, -std::numeric_limits<float>::infinity());
-  return attention;
-}
 
 absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   item.query = task.query;
@@ -411,21 +376,6 @@ absl::Status Begin(const RetrievalTask& task, RetrievalItem& item) {
   if (item.wants_new_rows()) item.answer.new_counts = item.answer.counts;
   if (item.options().remainder) item.answer.remainder = EmptyAttention(item.layer->config(), task.query->positions);
   return absl::OkStatus();
-}
-
-// The output from float32 to the type asked for, in place: elements only ever move down. `what` it is, for texts.
-absl::Status ConvertOutput(DType dtype, RowFormat format, const char* what, PartialAttention& attention) {
-  attention.dtype = dtype;
-  if (attention.dtype == DType::kF32) return absl::OkStatus();
-  auto* bytes = reinterpret_cast<std::byte*>(attention.output.data());
-  const size_t count = attention.output.size() / sizeof(float);
-  uint64_t overflow = 0;
-  for (size_t i = 0; i < count; ++i) {
-    StoreElement(bytes, attention.dtype, i, LoadElement(bytes, DType::kF32, i));
-    overflow += !std::isfinite(LoadElement(bytes, attention.dtype, i));
-  }
-  attention.output.resize(count * DTypeBytes(attention.dtype));
-  return overflow == 0 ? absl::OkStatus() : OverflowError(format, overflow, what);
 }
 
 // Queries that were answered, into the rings of their layers.

@@ -67,7 +67,7 @@ struct ListPage {
 };
 absl::StatusOr<ListPage> DecodeListPage(const v1::ListSessionsRequest& request);
 
-// ---- Results out (codec_encode.cc) ------------------------------------------------------------------------------
+// ---- Results out (codec_encode.cc, codec_encode_options.cc) -----------------------------------------------------
 // Byte strings move from the result into the message, without a copy.
 
 // What a client gets back at open: options that, sent again, open an equal session.

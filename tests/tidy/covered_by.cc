@@ -43,9 +43,11 @@ const std::map<std::string, std::string>& CoveredBy() {
       // Parts of a layer and of a retrieval: through the engine, against the oracle.
       {"server/core/index_clustering.cc", "tests/server/core/index_test.cc"},
       {"server/core/index_ring.cc", "tests/server/core/index_test.cc"},
+      {"server/core/partial_attention.cc", "tests/server/core/retriever_attention_test.cc"},
       {"server/core/repeat_check.cc", "tests/server/core/appender_test.cc"},
       {"server/core/retrieval_set.cc", "tests/server/core/retriever_test.cc"},
       {"server/core/step.cc", "tests/server/core/lane_test.cc"},
+      {"server/rpc/codec_encode_options.cc", "tests/server/rpc/codec_options_test.cc"},
       {"client/src/core.cc", "tests/client/src/client_test.cc"},
       // Programs: started as they are.
       {"client/examples/quickstart.cc", "tests/client/cli/main_test.cc"},
