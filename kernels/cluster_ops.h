@@ -14,8 +14,8 @@
 //
 // and how far its keys lie from their mean: spread, the root of the mean of (key - mean)^2 over its tokens and
 // dimensions, at most 65504, in binary16. Means of coded keys are those of x in formats.h (rotated, less the key mean);
-// means of float keys are less the mean of the block's keys, its centre, which the block keeps. The estimate is that of RetroInfer
-// (https://arxiv.org/abs/2505.02922): a cluster's tokens that are left, all taken to lie at the means.
+// means of float keys are less the mean of the block's keys, its centre, which the block keeps. The estimate is that of
+// RetroInfer (https://arxiv.org/abs/2505.02922): a cluster's tokens that are left, all taken to lie at the means.
 //
 // Why so: relative error of the attention output against full attention, median over steps and 99th percentile,
 // averaged over the query heads; 8,192-token traces of SmolLM2-135M, best K tokens exact beside sinks and window:
@@ -112,8 +112,8 @@ constexpr ClusterLayout MakeClusterLayout(Format format, uint32_t head_dim, uint
 // the mean-free keys. The first partition halves sets of tokens along the line between two that lie far apart; a round
 // gives each token to the cluster of the largest cosine (ties: the lower one) and makes the cluster's direction the sum
 // of its tokens' directions, where there is one. No random numbers. Clusters may end up empty. Written: means,
-// scales and spreads of clusters that are not empty, the centre of float keys, the whole order: of tokens of the block that are
-// not in [begin, begin + count), the offset is the slot, and a member among those counts for nothing.
+// scales and spreads of clusters that are not empty, the centre of float keys, the whole order: of tokens of the block
+// that are not in [begin, begin + count), the offset is the slot, and a member among those counts for nothing.
 // REQUIRES: !view.raw(), count >= 1, begin % kClusterBlockTokens + count <= kClusterBlockTokens,
 // begin + count <= view.length.
 struct BuildClustersItem {

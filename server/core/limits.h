@@ -94,7 +94,7 @@ inline constexpr uint32_t kClassQuotasMax = 16;
 inline constexpr std::chrono::nanoseconds kLoadTargetWait = std::chrono::milliseconds(2);
 
 // Tokens at which Selection.open_share is the share that it says; it falls with the square root of the length. So much
-// is opened that needles stay in: ten traces of 8K tokens, needle share by open_share (kernels/cluster_search_ops.h).
+// is opened that needles stay in: five traces of 8K tokens, needle share by open_share (kernels/cluster_search_ops.h).
 inline constexpr uint32_t kOpenShareTokens = 8192;
 // Centroids one maintenance step builds lists for.
 inline constexpr uint32_t kMaintenanceCentroids = 16;

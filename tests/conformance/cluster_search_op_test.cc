@@ -10,6 +10,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <optional>
 
 #include "kernels/cluster_search_ops.h"
 #include "tests/conformance/built_clusters.h"
@@ -210,8 +211,54 @@ struct ScanCase {
   bool arranged = true;  // sketch blocks lie in the order of the clusters, but for the second
 };
 
+// A view of the head whose sketch blocks lie in the order of its clusters, but for the second.
+class ArrangedView {
+ public:
+  ArrangedView(Backend& backend, Stream& stream, const StoredHead& head, BuiltClusters& built, uint32_t begin)
+      : view(head.view()) {
+    const uint32_t all = (head.options().tokens + kSketchTokens - 1) / kSketchTokens;
+    orders_.resize(all);
+    sketches_.assign(view.sketches, view.sketches + all);
+    for (uint32_t index = begin / kSketchTokens; index < all; ++index) {
+      const uint32_t block = index - begin / kSketchTokens;
+      if (index == 1 || block >= built.block_count()) continue;
+      std::vector<std::byte>& sketch = arranged_.emplace_back(view.layout.sketch_bytes);
+      const ArrangeSketchItem arrange{.view = view,
+                                      .index = index,
+                                      .layout = built.layout,
+                                      .begin = begin,
+                                      .block = built.block(block),
+                                      .sketch = sketch.data()};
+      EXPECT_TRUE(backend.ArrangeSketch(stream, {&arrange, 1}).ok());
+      sketches_[index] = sketch.data();
+      orders_[index] = built.block(block);
+    }
+    view.sketches = sketches_.data();
+    view.order = built.layout.Order(orders_.data(), begin);
+  }
+
+  HeadView view;
+
+ private:
+  std::vector<std::byte*> orders_, sketches_;
+  std::vector<std::vector<std::byte>> arranged_;
+};
+
 class ScanClustersConformance : public OpConformance {
  protected:
+  static std::vector<uint32_t> Expected(const ScanCase& test, const oracle::Clusters& clusters,
+                                        const std::vector<uint32_t>& opened) {
+    const uint32_t end = test.options.tokens - test.tail;
+    std::vector<uint32_t> expected;
+    for (uint32_t t = test.visible_begin; t < test.visible_end; ++t) {
+      const bool clustered = t >= test.begin && t < end;
+      const bool open =
+          clustered && std::binary_search(opened.begin(), opened.end(), clusters.cluster_of[t - test.begin]);
+      if (open || t < test.force_below || t >= test.force_from) expected.push_back(t);
+    }
+    return expected;
+  }
+
   void Check(ScanCase test, uint64_t salt) {
     SCOPED_TRACE(::testing::Message() << "case " << salt);
     test.visible_end = std::min(test.visible_end, test.options.tokens);
@@ -227,37 +274,14 @@ class ScanClustersConformance : public OpConformance {
     for (uint32_t c = 0; c < clusters.counts.size(); ++c) {
       if (clusters.counts[c] > 0 && test.open_one_in > 0 && random() % test.open_one_in == 0) opened.push_back(c);
     }
-    std::vector<uint32_t> expected;
-    for (uint32_t t = test.visible_begin; t < test.visible_end; ++t) {
-      const bool clustered = t >= test.begin && t < end;
-      const bool open =
-          clustered && std::binary_search(opened.begin(), opened.end(), clusters.cluster_of[t - test.begin]);
-      if (open || t < test.force_below || t >= test.force_from) expected.push_back(t);
-    }
+    const std::vector<uint32_t> expected = Expected(test, clusters, opened);
     const auto opened_count = static_cast<uint32_t>(opened.size());
     const size_t stride = expected.size() + 3;
     GuardedArray<uint32_t> tokens(expected.size()), count(1);
     GuardedArray<float> estimates(test.heads * stride, 4);
-    HeadView view = head.view();
-    const uint32_t all = (test.options.tokens + kSketchTokens - 1) / kSketchTokens;
-    std::vector<std::byte*> orders(all), sketches(all);
-    std::vector<std::vector<std::byte>> arranged(all, std::vector<std::byte>(view.layout.sketch_bytes));
-    for (uint32_t index = 0; test.estimates && index < all; ++index) {
-      const uint32_t block = index - test.begin / kSketchTokens;
-      sketches[index] = view.sketches[index];
-      if (!test.arranged || index == 1 || block >= built.block_count()) continue;
-      const ArrangeSketchItem arrange{.view = view,
-                                      .index = index,
-                                      .layout = built.layout,
-                                      .begin = test.begin,
-                                      .block = built.block(block),
-                                      .sketch = arranged[index].data()};
-      ASSERT_TRUE(backend().ArrangeSketch(stream(), {&arrange, 1}).ok());
-      sketches[index] = arranged[index].data();
-      orders[index] = built.block(block);
-    }
-    if (test.estimates) view.sketches = sketches.data();
-    if (test.estimates) view.order = built.layout.Order(orders.data(), test.begin);
+    std::optional<ArrangedView> arranged;
+    if (test.estimates && test.arranged) arranged.emplace(backend(), stream(), head, built, test.begin);
+    const HeadView view = arranged.has_value() ? arranged->view : head.view();
     const ScanClustersItem item{.view = view,
                                 .query = query.prepared(),
                                 .layout = built.layout,
