@@ -11,7 +11,6 @@
 
 #include "kernels/backend_registry.h"
 #include "server/core/engine.h"
-#include "server/core/limits.h"
 #include "tests/bench/baselines.h"
 #include "tests/bench/bench.h"
 #include "tests/bench/machine.h"
@@ -54,7 +53,7 @@ SessionConfig Config(uint32_t tokens, uint32_t centroids) {
   layer.format = Format::kK8V4;
   layer.softmax.scale = 1 / std::sqrt(static_cast<float>(kHeadDim));
   if (centroids > 0) layer.query_centroids = {.centroids = centroids, .list_tokens = 512};
-  if (centroids > 0) layer.tokens_per_cluster = limits::kTokensPerClusterDefault;
+  if (centroids > 0) layer.tokens_per_cluster = 17;
   SessionConfig config;
   config.layers = {layer};
   config.token_limit = tokens;
