@@ -24,9 +24,9 @@
 //     expected, 12 %                         0.964       0.992        0.971        1.000    0.994      0.9945
 //     without the bend at e, 25 %            0.973       0.997        1.000        1.000    0.994      0.9979
 //
-// Through the server, remainder and a tail of up to 256 tokens included, on records 7, records 23, prose 18 and code 17:
-// 50 % opened find 0.9947 (records 7: 0.972) reading 21.1 % of an fp16 scan, planes of all keys 1.0000 reading 33.6 %.
-// So it is for those who ask for it.
+// Through the server, with remainder and a tail of up to 256 tokens, on records 7 and 23, prose 18 and code 17: half
+// opened finds 0.9947 (records 7: 0.972) and reads 21.1 % of an fp16 scan, planes of all keys 1.0000 and 33.6 %. So it
+// is for those who ask for it.
 //
 // And of records 7, 17, 23 and prose 18 with one plane, 25 % opened: ranked by the mean alone 0.9630; by the mean plus
 // d^2 / 2 0.9923; by the mean plus 2 d 0.9892; by the best head instead of all 0.9923. Without the forced tokens in
