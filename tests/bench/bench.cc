@@ -115,7 +115,7 @@ Options Start(int argc, char** argv) {
     std::string value;
     if (argument == "--smoke") {
       options.smoke = true;
-      options.tokens = 1500;
+      options.tokens = 3000;
       arguments.insert(arguments.end(), {"--benchmark_repetitions=1", "--benchmark_min_time=0"});
     } else if (TakeFlag(argument, "--tokens=", value)) {
       options.tokens = static_cast<uint32_t>(std::strtoul(value.c_str(), nullptr, 10));
