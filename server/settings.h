@@ -63,6 +63,7 @@ struct Setting {
 
   // `most` of a size whose limit is UsableMemoryBytes().
   static constexpr uint64_t kUsableMemory = UINT64_MAX;
+  static constexpr char kBoolUnit[] = "true or false";
 
   const char* name;
   const char* unit;

@@ -51,6 +51,7 @@ const std::map<std::string, std::string>& CoveredBy() {
       {"client/src/core.cc", "tests/client/src/client_test.cc"},
       // Programs: started as they are.
       {"client/examples/quickstart.cc", "tests/client/cli/main_test.cc"},
+      {"server/settings_table.cc", "tests/server/settings_test.cc"},
       {"server/main.cc", "tests/e2e/ctkvrd_test.cc"},
   };
   return *table;
