@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every alert fires where it should and stays silent where it should, by promtool on made-up series."""
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,10 +156,19 @@ CASES = [
             'ctkvr_sessions_ended_total{job="ctkvr",instance="a",end="closed"}': "0+2x200",
         },
     ),
-    Case("CtkvrNeedleShareLow", True, "2h", needles("0+96x130", "0+100x130")),
-    Case("CtkvrNeedleShareLow", False, "2h", needles("0+98x130", "0+100x130")),
-    # Too few to judge by.
-    Case("CtkvrNeedleShareLow", False, "2h", needles("0+1x130", "0+2x130")),
+    # Half of the needles are missed: 16 times the budget.
+    Case("CtkvrNeedleShareBurn", True, "90m", needles("0+50x100", "0+100x100")),
+    Case("CtkvrNeedleShareBurn", False, "90m", needles("0+96x100", "0+100x100")),
+    # A fifth, for six hours and still.
+    Case("CtkvrNeedleShareBurn", True, "8h", needles("0+80x500", "0+100x500")),
+    # It is over: the short windows end the alarm.
+    Case("CtkvrNeedleShareBurn", False, "8h", needles("0+80x400 32000+100x100", "0+100x500")),
+    # Too few to judge by: one a minute.
+    Case("CtkvrNeedleShareBurn", False, "90m", needles("0x100", "0+1x100")),
+    Case("CtkvrNeedleShareDrift", True, "4d", needles("0+96x100", "0+100x100"), "1h"),
+    Case("CtkvrNeedleShareDrift", True, "30h", needles("0+90x100", "0+100x100"), "1h"),
+    Case("CtkvrNeedleShareDrift", False, "4d", needles("0+98x100", "0+100x100"), "1h"),
+    Case("CtkvrNeedleShareDrift", False, "4d", needles("0x100", "0+20x100"), "1h"),
     Case(
         "CtkvrVersionsMixed",
         True,
@@ -221,6 +231,49 @@ def test_every_alert_fires_and_stays_silent_as_it_should(step: str, tmp_path: Pa
     file = tmp_path / "rules_test.yml"
     file.write_text(promtool_file([case for case in CASES if case.step == step], step))
     run(promtool, "test", "rules", str(file))
+
+
+@pytest.mark.parametrize(
+    ("reserved", "forecast"),
+    [
+        # A GiB an hour: 100 GiB are left after 100 hours, which last for 100 / 24 days.
+        ("0+1073741824x200", "ctkvr:arena_days_to_full > 4.16 < 4.18"),
+        # What shrinks does not get full.
+        ("214748364800-1073741824x200", "ctkvr:arena_days_to_full > 365"),
+    ],
+)
+def test_the_forecast_counts_the_days(reserved: str, forecast: str, tmp_path: Path, promtool: str) -> None:
+    """Of an arena of 200 GiB."""
+    series = gauges(arena_bytes="214748364800x200", arena_reserved_bytes=reserved)
+    test = promtool_test(Case("CtkvrMemoryFillsUp", True, "100h", series, "1h"))
+    test["promql_expr_test"][0]["expr"] = f"count({forecast})"
+    file = tmp_path / "forecast.yml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1h", "tests": [test]}))
+    run(promtool, "test", "rules", str(file))
+
+
+def test_burn_alerts_and_dashboard_use_the_objectives_budgets() -> None:
+    """What the objectives at the head of the rules leave over is what alerts, dashboard and runbook count with."""
+    head = RULES.read_text().partition("groups:")[0]
+    panels = json.loads((DEPLOY / "grafana" / "ctkvr.json").read_text())["panels"]
+    runbook = (DEPLOY / "README.md").read_text()
+    for name, alert, series, panel in (
+        ("availability", "CtkvrAvailability", "errors", "Availability, budget burnt"),
+        ("latency", "CtkvrLatency", "slow", "Latency, budget burnt"),
+        ("needle share", "CtkvrNeedleShare", "missed_needles", "Needle share, budget burnt"),
+    ):
+        objective = re.search(rf"^#   {name} +([0-9.]+) %", head, re.MULTILINE)
+        assert objective
+        budget = f"{1 - float(objective.group(1)) / 100:.4g}"
+        for kind, windows in (("Burn", ["1h", "5m", "6h", "30m"]), ("Drift", ["1d", "2h", "3d", "6h"])):
+            expression = alerts()[alert + kind]["expr"]
+            found = re.findall(rf"ctkvr:{series}:ratio_rate(\w+) > ([0-9.]+) \* ([0-9.]+)", expression)
+            factors = ["14.4", "14.4", "6", "6"] if kind == "Burn" else ["3", "3", "1", "1"]
+            assert found == [(window, factor, budget) for window, factor in zip(windows, factors, strict=True)]
+        (drawn,) = (shown for shown in panels if shown["title"] == panel)
+        for target in drawn["targets"]:
+            assert re.fullmatch(rf"ctkvr:{series}:ratio_rate\w+{{.*}} / {budget}", target["expr"])
+        assert re.search(rf"^\| {name} \| {re.escape(objective.group(1))} % ", runbook, re.MULTILINE)
 
 
 def test_every_alert_has_a_case_of_each_kind() -> None:
