@@ -57,8 +57,10 @@ int Serve(const Config& config, const StopSignals& stop) {
   if (!engine.ok()) return Refuse(log, engine.status());
   obs::Metrics metrics((*engine)->stats(), [&] { return rpc::SampleEngine(**engine); },
                        rpc::EngineFacts(**engine, kVersion));
-  auto server = rpc::GrpcServer::Start({.address = config.listen_address, .version = kVersion, .tls = Tls(config)},
-                                       {.engine = **engine, .clock = clock, .metrics = metrics, .log = log});
+  rpc::Access access;
+  auto server =
+      rpc::GrpcServer::Start({.address = config.listen_address, .version = kVersion, .tls = Tls(config)},
+                             {.engine = **engine, .clock = clock, .metrics = metrics, .log = log, .access = access});
   if (!server.ok()) return Refuse(log, server.status());
   auto metrics_address = metrics.Expose(config.metrics_address);
   if (!metrics_address.ok()) return Refuse(log, metrics_address.status());

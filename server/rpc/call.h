@@ -21,6 +21,7 @@
 #include "server/core/engine.h"
 #include "server/obs/logging.h"
 #include "server/obs/metrics.h"
+#include "server/rpc/access.h"
 
 namespace ctkvr::rpc {
 
@@ -44,6 +45,7 @@ struct Edge {
   Clock& clock;  // the engine's
   obs::Metrics& metrics;
   obs::Log& log;
+  Access& access;
 };
 
 class Call {

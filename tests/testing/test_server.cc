@@ -52,8 +52,9 @@ TestServer::TestServer(const TestServerOptions& options) : log_sink_(std::make_s
   engine_ = OrDie(Engine::Create(options.engine, backend, clock));
   metrics_ = std::make_unique<obs::Metrics>(
       engine_->stats(), [this] { return rpc::SampleEngine(*engine_); }, rpc::EngineFacts(*engine_, options.version));
-  server_ = OrDie(rpc::GrpcServer::Start({.address = "127.0.0.1:0", .version = options.version, .tls = options.tls},
-                                         {.engine = *engine_, .clock = clock, .metrics = *metrics_, .log = *log_}));
+  server_ = OrDie(rpc::GrpcServer::Start(
+      {.address = "127.0.0.1:0", .version = options.version, .tls = options.tls},
+      {.engine = *engine_, .clock = clock, .metrics = *metrics_, .log = *log_, .access = access_}));
 }
 
 // What still waits is answered first: a server without threads would else wait for it for ever.

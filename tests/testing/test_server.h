@@ -38,6 +38,7 @@ class TestServer {
   const std::string& address() const { return server_->address(); }
   Engine& engine() { return *engine_; }
   obs::Metrics& metrics() { return *metrics_; }
+  rpc::Access& access() { return access_; }
   rpc::GrpcServer& server() { return *server_; }
   std::string log_text();
 
@@ -57,6 +58,7 @@ class TestServer {
   std::unique_ptr<obs::Log> log_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<obs::Metrics> metrics_;
+  rpc::Access access_;
   std::unique_ptr<rpc::GrpcServer> server_;
 };
 

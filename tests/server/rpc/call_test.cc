@@ -28,7 +28,11 @@ class CallTest : public ::testing::Test {
   obs::Log log_{{.sink = std::make_shared<spdlog::sinks::ostream_sink_mt>(lines_)}};
   testing::FakeClock clock_;
   testing::TestServer server_;  // for an engine and metrics
-  Edge edge_{.engine = server_.engine(), .clock = clock_, .metrics = server_.metrics(), .log = log_};
+  Edge edge_{.engine = server_.engine(),
+             .clock = clock_,
+             .metrics = server_.metrics(),
+             .log = log_,
+             .access = server_.access()};
   grpc::CallbackServerContext context_;
   CallCounter counter_;
 };
