@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,23 @@ def get(url: str) -> str:
     """The body of an HTTP reply of this machine."""
     with urllib.request.urlopen(url, timeout=10) as reply:
         return str(reply.read(), "utf-8")
+
+
+def free_port() -> int:
+    """A port of loopback that nobody listens on, for a program that cannot say which it took."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Asks until it holds; fails when it does not within a minute."""
+    for _ in range(600):
+        if holds():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not come to hold within a minute")
 
 
 def await_file(path: Path, process: subprocess.Popen[Any]) -> str:
@@ -118,10 +136,7 @@ class Prometheus:
                 }
             )
         )
-        # It cannot tell which port it took, so one that is free is chosen for it.
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self._address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._address = f"127.0.0.1:{free_port()}"
         command = [
             "prometheus",
             f"--config.file={config}",
