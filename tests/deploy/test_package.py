@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import DEPLOY, program, run
+from tools import DEPLOY, made_package, program, run
 
 UNIT = DEPLOY / "debian" / "ctkvrd.service"
 
@@ -18,10 +18,7 @@ UNIT = DEPLOY / "debian" / "ctkvrd.service"
 @pytest.fixture(scope="module")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package, made by CPack of this build."""
-    folder = tmp_path_factory.mktemp("package")
-    run("cpack", "--config", os.environ["CTKVR_BUILD"] + "/CPackConfig.cmake", "-B", str(folder))
-    (file,) = folder.glob("*.deb")
-    return file
+    return made_package(tmp_path_factory.mktemp("package"))
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,13 @@ def program(variable: str) -> str:
     return path
 
 
+def made_package(folder: Path) -> Path:
+    """The Debian package, made by CPack of the build under test."""
+    run("cpack", "--config", os.environ["CTKVR_BUILD"] + "/CPackConfig.cmake", "-B", str(folder))
+    (file,) = folder.glob("*.deb")
+    return file
+
+
 def parse_bytes(text: str) -> int:
     """A size as the program prints it."""
     digits = text.rstrip("KMGTiB")

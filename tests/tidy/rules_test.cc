@@ -206,22 +206,15 @@ TEST(ContractsTest, AThirdIsEnoughAndLessIsNot) {
 }
 
 TEST(TopLevelTest, NamesTooManyAndTooFew) {
-  std::vector<std::string> names = {"CMakeLists.txt",
-                                    "CMakePresets.json",
-                                    "LICENSE",
-                                    "README.md",
-                                    "client",
-                                    "deploy",
-                                    "kernels",
-                                    "proto",
-                                    "server",
-                                    "tests",
-                                    ".ci"};
+  std::vector<std::string> names = {"CHANGELOG.md", "CMakeLists.txt", "CMakePresets.json",
+                                    "LICENSE",      "README.md",      "client",
+                                    "deploy",       "kernels",        "proto",
+                                    "server",       "tests",          ".ci"};
   EXPECT_THAT(CheckTopLevel(names), IsEmpty());
   names.push_back("tools");
   EXPECT_THAT(CheckTopLevel(names), ElementsAre(HasSubstr("tools: does not belong")));
   names.erase(names.begin());
-  EXPECT_THAT(CheckTopLevel(names), Contains(HasSubstr("CMakeLists.txt: is missing")));
+  EXPECT_THAT(CheckTopLevel(names), Contains(HasSubstr("CHANGELOG.md: is missing")));
 }
 
 TEST(MirrorTest, MirrorPathsFollowTheRooms) {

@@ -15,8 +15,9 @@ const char kReadmeRule[] = "the README keeps its word";
 
 const std::set<std::string>& TopLevel() {
   static const auto* const names =
-      new std::set<std::string>{"CMakeLists.txt", "CMakePresets.json", "LICENSE", "README.md", "client",
-                                "deploy",         "kernels",           "proto",   "server",    "tests"};
+      new std::set<std::string>{"CHANGELOG.md", "CMakeLists.txt", "CMakePresets.json", "LICENSE", "README.md",
+                                "client",       "deploy",         "kernels",           "proto",   "server",
+                                "tests"};
   return *names;
 }
 
