@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
-#include <thread>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/base/status_macros.h"
+#include "server/engine_options.h"
 
 namespace ctkvr {
 namespace {
@@ -133,20 +133,6 @@ absl::Status CheckAddress(const Values& values, const std::string& name, const s
   }
   const bool encrypted = name == "listen_address" && !values.tls_certificate.empty();
   return encrypted ? absl::OkStatus() : CheckPlaintext(values, name, address);
-}
-
-EngineOptions MakeEngineOptions(const Values& values) {
-  const uint32_t processors = std::clamp(std::thread::hardware_concurrency(), 1u, kLanesMax);
-  const uint64_t arena_least = FindSetting("arena_bytes")->least;
-  EngineOptions options;
-  options.lanes = values.lanes == 0 ? processors : static_cast<uint32_t>(values.lanes);
-  options.arena_bytes = values.arena_bytes == 0 ? std::max(UsableMemoryBytes() / 2, arena_least) : values.arena_bytes;
-  options.scratch_bytes = values.scratch_bytes;
-  options.queue_items_max = static_cast<uint32_t>(values.queue_items_max);
-  options.sessions_max = static_cast<uint32_t>(values.sessions_max);
-  options.truth_share = values.truth_share;
-  options.truth_budget = values.truth_budget;
-  return options;
 }
 
 absl::StatusOr<Config> MakeConfig(const Values& values) {

@@ -6,7 +6,7 @@
 #include "server/core/error.h"
 #include "server/core/limits.h"
 #include "server/rpc/codec.h"
-#include "server/rpc/status.h"
+#include "server/rpc/codec_status.h"
 
 namespace ctkvr::rpc {
 namespace {

@@ -2,66 +2,12 @@
 
 #include "server/rpc/status.h"
 
-#include <cmath>
-#include <optional>
-
-#include "google/rpc/status.pb.h"
-#include "server/core/error.h"
-
 namespace ctkvr::rpc {
-namespace {
-
-// Only what the server refused for lack of room: those calls changed nothing, so a retry is safe.
-std::optional<double> RetrySeconds(const absl::Status& status, const std::string& reason) {
-  if (status.code() != absl::StatusCode::kResourceExhausted) return std::nullopt;
-  if (reason == kReasonQueueFull) return kRetryQueueSeconds;
-  if (reason == kReasonArenaFull || reason == kReasonSessionLimit) return kRetryMemorySeconds;
-  return std::nullopt;
-}
-
-std::string MessageOf(const absl::Status& status) {
-  return CapMessage(std::string(status.message().data(), status.message().size()));
-}
-
-}  // namespace
-
-std::string CapMessage(const std::string& message) {
-  if (message.size() <= kErrorMessageBytesMax) return message;
-  size_t end = kErrorMessageBytesMax;
-  while (end > 0 && (static_cast<unsigned char>(message[end]) & 0xC0) == 0x80) --end;
-  return message.substr(0, end);
-}
 
 grpc::Status ToGrpcStatus(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
-  const ErrorDetail detail = GetErrorDetail(status);
-  google::rpc::Status full;
-  full.set_code(static_cast<int>(status.code()));
-  full.set_message(MessageOf(status));
-  if (!detail.reason.empty()) {
-    google::rpc::ErrorInfo info;
-    info.set_reason(detail.reason);
-    info.set_domain(kErrorDomain);
-    info.mutable_metadata()->insert(detail.metadata.begin(), detail.metadata.end());
-    full.add_details()->PackFrom(info);
-  }
-  if (const auto seconds = RetrySeconds(status, detail.reason)) {
-    google::rpc::RetryInfo retry;
-    const double whole = std::floor(*seconds);
-    retry.mutable_retry_delay()->set_seconds(static_cast<int64_t>(whole));
-    retry.mutable_retry_delay()->set_nanos(static_cast<int32_t>(std::lround((*seconds - whole) * 1e9)));
-    full.add_details()->PackFrom(retry);
-  }
+  const google::rpc::Status full = EncodeStatus(status);
   return {static_cast<grpc::StatusCode>(status.code()), full.message(), full.SerializeAsString()};
-}
-
-void EncodeItemStatus(const absl::Status& status, v1::ItemStatus* item) {
-  if (status.ok()) return;
-  ErrorDetail detail = GetErrorDetail(status);
-  item->set_code(static_cast<int>(status.code()));
-  item->set_message(MessageOf(status));
-  item->set_reason(std::move(detail.reason));
-  item->mutable_metadata()->insert(detail.metadata.begin(), detail.metadata.end());
 }
 
 }  // namespace ctkvr::rpc

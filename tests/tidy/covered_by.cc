@@ -48,9 +48,11 @@ const std::map<std::string, std::string>& CoveredBy() {
       {"server/core/retrieval_set.cc", "tests/server/core/retriever_test.cc"},
       {"server/core/step.cc", "tests/server/core/lane_test.cc"},
       {"server/rpc/codec_encode_options.cc", "tests/server/rpc/codec_options_test.cc"},
+      {"server/rpc/codec_status.cc", "tests/server/rpc/status_test.cc"},
       {"client/src/core.cc", "tests/client/src/client_test.cc"},
       // Programs: started as they are.
       {"client/examples/quickstart.cc", "tests/client/cli/main_test.cc"},
+      {"server/engine_options.cc", "tests/server/config_test.cc"},
       {"server/settings_table.cc", "tests/server/settings_test.cc"},
       {"server/main.cc", "tests/e2e/ctkvrd_test.cc"},
   };
