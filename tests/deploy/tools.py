@@ -22,12 +22,14 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yml"
+# The version that CMake gives the programs.
+VERSION = re.findall(r"^project\(ctkvr VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE)[0]
 
 
-def run(*command: str, status: int = 0, text: str | None = None) -> str:
+def run(*command: str, status: int = 0, text: str | None = None, seconds: float = 120) -> str:
     """Runs a program to its end; returns what it printed on both streams. Fails unless it ends with `status`."""
     done = subprocess.run(
-        command, input=text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False
+        command, input=text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, check=False
     )
     assert done.returncode == status, f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout}"
     return done.stdout
