@@ -64,8 +64,11 @@ TEST_F(GrpcServerTest, APortInUseIsAnErrorThatNamesTheAddress) {
   RealClock clock;
   obs::Log log({.level = obs::LogLevel::kOff});
   const auto second =
-      rpc::GrpcServer::Start({.address = server_.address(), .version = ""},
-                             {.engine = server_.engine(), .clock = clock, .metrics = server_.metrics(), .log = log});
+      rpc::GrpcServer::Start({.address = server_.address(), .version = ""}, {.engine = server_.engine(),
+                                                                             .clock = clock,
+                                                                             .metrics = server_.metrics(),
+                                                                             .log = log,
+                                                                             .access = server_.access()});
   EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(second.status().message()), HasSubstr(server_.address()));
 }
@@ -113,8 +116,11 @@ TEST_F(GrpcServerTest, GrpcsOwnMessagesGoToTheLog) {
   rpc::RouteGrpcLog(&log);
   RealClock clock;
   const auto second =
-      rpc::GrpcServer::Start({.address = server_.address(), .version = ""},
-                             {.engine = server_.engine(), .clock = clock, .metrics = server_.metrics(), .log = log});
+      rpc::GrpcServer::Start({.address = server_.address(), .version = ""}, {.engine = server_.engine(),
+                                                                             .clock = clock,
+                                                                             .metrics = server_.metrics(),
+                                                                             .log = log,
+                                                                             .access = server_.access()});
   rpc::RouteGrpcLog(nullptr);
   log.Flush();
   const std::string text = ::testing::internal::GetCapturedStderr();
