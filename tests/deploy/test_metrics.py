@@ -6,7 +6,7 @@ import re
 import pytest
 
 from conftest import load
-from tools import Server, dashboard_queries, metric_names, rule_queries, run, selectors
+from tools import DEPLOY, Server, dashboard_queries, metric_names, rule_queries, run, selectors
 
 
 def labels_of(page: str) -> dict[str, dict[str, set[str]]]:
@@ -37,6 +37,21 @@ def test_rules_and_dashboard_speak_of_series_that_are_there(server: Server) -> N
                     continue
                 for value in values.split("|"):
                     assert value in page[name].get(label, set()), f"{rule}: {name} has no {label}={value}"
+
+
+def test_the_runbook_speaks_of_series_that_are_there(server: Server) -> None:
+    """Each name between backticks, and each label value with it."""
+    page = labels_of(server.page())
+    recorded = {name for name, _ in rule_queries()}
+    spoken = re.findall(r"`([^`]+)`", (DEPLOY / "README.md").read_text())
+    series = {name for span in spoken for name in metric_names(span) if re.match(r"ctkvr(_[a-z]|:[a-z])", name)}
+    assert len(series) >= 30
+    for name in series:
+        assert name in page or name in recorded, f"{name} is no series"
+    for span in spoken:
+        for name, labels in selectors(span):
+            for label, value in labels.items():
+                assert label == "code" or value in page[name][label], f"{span}: no {label}={value}"
 
 
 @pytest.mark.parametrize(
