@@ -35,15 +35,18 @@ def test_python_blocks_run_from_top_to_bottom(server: Server) -> None:
     assert namespace["result"].length == 2950
 
 
-def test_shell_blocks_run(tmp_path: Path) -> None:
+def test_shell_blocks_run(server: Server, tmp_path: Path) -> None:
     """pip as it stands, with what is installed here already: no network, and into a folder of the test's own."""
     environment = {
         **os.environ,
+        "CTKVR_ADDRESS": server.address,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PIP_NO_BUILD_ISOLATION": "0",  # pip's way to say that there is none
         "PIP_NO_DEPS": "1",
         "PIP_TARGET": str(tmp_path),
     }
     for block in blocks("sh"):
-        subprocess.run(["bash", "-euo", "pipefail", "-c", block], cwd=ROOT, env=environment, check=True)
+        here = block.replace("positions.png", f"{tmp_path}/positions.png")
+        subprocess.run(["bash", "-euo", "pipefail", "-c", here], cwd=ROOT, env=environment, check=True)
+    assert (tmp_path / "positions.png").is_file()
     assert (tmp_path / "ctkvr/v1/cache_pb2.py").is_file()
