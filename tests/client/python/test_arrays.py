@@ -151,6 +151,9 @@ def test_answers_become_tensors(torch: Any) -> None:
     tensor = ctkvr.to_torch(read_only)
     assert tensor.dtype == "bfloat16" == torch.bfloat16
     assert tensor.array.flags.writeable
+    shared = ctkvr.to_torch(read_only, share=True)
+    assert shares_memory(shared.array, read_only)
+    assert not read_only.flags.writeable  # as before
     ids = ctkvr.to_torch(np.array([7], np.uint32))
     assert ids.dtype == "int64"
     assert ids.array[0] == 7

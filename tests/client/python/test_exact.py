@@ -63,6 +63,26 @@ def test_exact_answers_are_brute_force(client: Any, tokens: Tokens, format_: str
                 assert answer.values[position, set_].shape == (len(ids), VALUE_DIM)
 
 
+def test_storage_rows_may_stay_as_they_are_stored(client: Any, tokens: Tokens) -> None:
+    for format_ in ("k8v8", "k8v4", "k6v4", "f32", "f16", "bf16"):
+        with client.open_session(**GEOMETRY, format=format_) as session:
+            session.append(0, tokens.keys, tokens.values)
+            decoded = session.retrieve(0, tokens.queries[-1], k=9, row_format="storage")
+            assert decoded.decoder is None
+            stored = session.retrieve(0, tokens.queries[-1], k=9, row_format="storage", decode_rows=False)
+            assert stored.keys.flat.shape == (int(stored.counts.sum()), stored.decoder.key_row_bytes)
+            assert stored.keys.flat.dtype == stored.values.flat.dtype == np.uint8
+            for kv_head in range(KV_HEADS):
+                keys, values = stored.keys[0, kv_head], stored.values[0, kv_head]
+                np.testing.assert_array_equal(stored.decoder.keys(keys, kv_head), decoded.keys[0, kv_head])
+                np.testing.assert_array_equal(stored.decoder.values(values), decoded.values[0, kv_head])
+            with session.decode(k=9, row_format="storage", decode_rows=False) as stream:
+                step = stream.step(0, queries=tokens.queries[-1]).answer
+                np.testing.assert_array_equal(step.keys.flat, stored.keys.flat)
+            with pytest.raises(ValueError, match="needs row_format=\"storage\"; row_format is 'f32'"):
+                session.retrieve(0, tokens.queries[-1], row_format="f32", decode_rows=False)
+
+
 @pytest.mark.parametrize("count", [100, 700])
 @pytest.mark.parametrize("format_", FORMATS)
 def test_storage_rows_decode_to_the_rows_the_server_decodes(

@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ctkvr.rows import RowDecoder
+
 __all__ = ["Answer", "AnswerMode", "Reduction", "RowFormat", "Selection", "Sets", "Source"]
 
 AnswerMode = Literal["ids", "scores", "rows", "attention"]
@@ -80,7 +82,9 @@ class Answer:
     counts: npt.NDArray[np.uint32]  # [P, G]: n of each set
     ids: Sets  # uint32 [n]: cache positions, ascending; of answer "attention" every set's is empty
     scores: Sets | None  # float32 [R, n]: unscaled inner products with the decoded stored keys
-    keys: Sets | None  # [n, head_dim]: float32 for row format "f32" and "storage", float16, or uint16 for "bf16"
+    # [n, head_dim]: float32 for row format "f32" and "storage", float16, or uint16 for "bf16"; with decode_rows=False
+    # uint8 [n, key_row_bytes], as stored.
+    keys: Sets | None
     values: Sets | None  # [n, value_dim], as keys
     row_format: RowFormat | None  # None: no rows
     used: Selection  # every setting as it was used
@@ -97,3 +101,4 @@ class Answer:
     # Where it was asked for: the same over everything neither chosen nor the caller's own, estimated.
     remainder_output: npt.NDArray[np.float32] | None = None
     remainder_log_sum_exp: npt.NDArray[np.float32] | None = None
+    decoder: RowDecoder | None = None  # of rows that were left as stored

@@ -60,14 +60,10 @@ def _advice(dtype: str, name: str) -> str:
     return f"{name}.astype(numpy.{dtype}), or {name}.to(torch.{dtype})"
 
 
-def _is_torch(array: Any) -> bool:
-    return type(array).__module__.partition(".")[0] == "torch"
-
-
 def _as_numpy(array: Any, name: str) -> npt.NDArray[Any]:
     if isinstance(array, np.ndarray):
         return array
-    if _is_torch(array) or any(_is_torch_base(base) for base in type(array).__mro__):
+    if is_torch(array):
         return _torch_as_numpy(array)
     if hasattr(array, "__dlpack__"):
         try:
@@ -80,8 +76,11 @@ def _as_numpy(array: Any, name: str) -> npt.NDArray[Any]:
     return found
 
 
-def _is_torch_base(base: type) -> bool:
-    return base.__module__.partition(".")[0] == "torch" and base.__name__ == "Tensor"
+def is_torch(array: Any) -> bool:
+    """A torch.Tensor, or of a class derived from it. Does not import torch."""
+    return any(
+        base.__module__.partition(".")[0] == "torch" and base.__name__ == "Tensor" for base in type(array).__mro__
+    )
 
 
 def _torch_as_numpy(tensor: Any) -> npt.NDArray[Any]:
@@ -94,17 +93,28 @@ def _torch_as_numpy(tensor: Any) -> npt.NDArray[Any]:
     return found
 
 
-def to_torch(array: npt.NDArray[Any]) -> Any:
+class _Shared:
+    """An array whose memory may be written to, though the array itself says otherwise."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array  # keeps the memory
+        interface = array.__array_interface__
+        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
+
+
+def to_torch(array: npt.NDArray[Any], *, share: bool = False) -> Any:
     """A torch tensor of an answer's array: uint16 as bfloat16, uint32 (ids) as int64, anything else as it is.
 
-    Shares the array's memory where that may be written to; the arrays of an answer may not, and are copied.
+    Shares the array's memory where that may be written to. Most arrays of an answer may not, for they are views of the
+    message, and are copied; with `share` they are not: a tensor that is only read. torch knows no such thing, so what
+    is written to it anyhow changes the answer.
     """
     torch = importlib.import_module("torch")
 
     if array.dtype == np.uint32:
         array = array.astype(np.int64)
     if not array.flags.writeable:
-        array = array.copy()
+        array = np.asarray(_Shared(array)) if share else array.copy()
     if array.dtype == np.uint16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

@@ -395,6 +395,7 @@ class SessionCore:
         source: Source | None = None,
         answer: AnswerMode = "rows",
         row_format: RowFormat | None = None,
+        decode_rows: bool = True,
         remainder: bool = False,
         selection: Selection | None = None,
         local_begin: int | None = None,
@@ -407,7 +408,8 @@ class SessionCore:
         dtype; `position` is that of the first. None: they are of the last tokens the layer holds. A query at position
         p sees positions up to p. answer: "ids", "scores" (and ids), "rows" (keys and values too), or "attention" over
         the chosen tokens in place of all of them. row_format: what rows (default "f16") or attention ("f32") travel in;
-        "storage" sends a quarter of the bytes, and the rows are decoded here. remainder: estimate the attention over
+        "storage" sends a quarter of the bytes, and the rows are decoded here, unless decode_rows is False: then
+        Answer.decoder does it, where and when the caller likes, on a GPU say. remainder: estimate the attention over
         everything else too; the session keeps key clusters for it (tokens_per_cluster). local_begin and local_sinks:
         tokens at and after, and the first so many, are attended by the caller and left out.
         Raises SessionLost, OutOfRange, BeforeIndex, RowOverflow, TooLarge, InvalidRequest.
@@ -415,7 +417,7 @@ class SessionCore:
         shape = self.shape(layer)
         array = codec.query_array(shape, queries)
         merged = codec.merge_selection(selection, k, source)
-        settings = codec.QuerySettings(merged, answer, row_format, local_begin, local_sinks, remainder)
+        settings = codec.QuerySettings(merged, answer, row_format, local_begin, local_sinks, remainder, decode_rows)
         return self._retrieve(layer, shape, array, position, settings, timeout)
 
     def _retrieve(
@@ -440,7 +442,7 @@ class SessionCore:
         status = reply.items[0].status
         if status.code != 0:
             raise from_item_status(status.code, status.message, status.reason, status.metadata)
-        return codec.decode_answer(reply.items[0].answer, layer, shape, self.decoders)
+        return codec.decode_answer(reply.items[0].answer, layer, shape, self.decoders, settings.decode_rows)
 
     # ---- The rest ----------------------------------------------------------------------------------------------------
 

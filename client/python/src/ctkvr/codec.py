@@ -270,6 +270,12 @@ class QuerySettings:
     local_begin: int | None = None
     local_sinks: int = 0
     remainder: bool = False
+    decode_rows: bool = True
+
+    def __post_init__(self) -> None:
+        """ValueError: rows that do not travel as stored cannot be left so."""
+        if not self.decode_rows and self.row_format != "storage":
+            raise ValueError(f'decode_rows=False needs row_format="storage"; row_format is {self.row_format!r}')
 
 
 def query_array(shape: LayerShape, queries: Any) -> npt.NDArray[Any]:
@@ -333,7 +339,9 @@ class Decoders:
 _ROW_DTYPES: dict[str, str] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
-def decode_answer(message: cache_pb2.Answer, layer: int, shape: LayerShape, decoders: Decoders) -> Answer:
+def decode_answer(
+    message: cache_pb2.Answer, layer: int, shape: LayerShape, decoders: Decoders, decode_rows: bool = True
+) -> Answer:
     """ProtocolError: sizes that do not fit each other or the layer."""
     used = decode_selection(message.used)
     sets, set_heads = shape.kv_heads, shape.group_heads
@@ -351,12 +359,19 @@ def decode_answer(message: cache_pb2.Answer, layer: int, shape: LayerShape, deco
     scores = None
     if not attends and (message.scores or rows == 0):
         scores = Sets(counts, _array(message.scores, "<f4", (rows * set_heads,), "scores"), set_heads)
-    keys = values = None
+    keys = values = decoder = None
     row_format: RowFormat | None = None
     if message.keys or message.values:
         row_format = cast("RowFormat", enum_name(tensor_pb2.RowFormat, "ROW_FORMAT_", message.row_format))
-        heads = np.repeat(np.tile(np.arange(sets) * set_heads // shape.group_heads, len(counts)), counts.ravel())
-        keys, values = (Sets(counts, flat) for flat in _decode_rows(message, layer, shape, decoders, heads))
+        if row_format != "storage":
+            arrays = _plain_rows(message, shape, rows, row_format)
+        else:
+            decoder = decoders.find(layer, message, shape)
+            arrays = _stored_rows(message, rows, decoder)
+        if decoder is not None and decode_rows:
+            heads = np.repeat(np.tile(np.arange(sets) * set_heads // shape.group_heads, len(counts)), counts.ravel())
+            arrays = decoder.keys(arrays[0], heads), decoder.values(arrays[1])
+        keys, values = (Sets(counts, flat) for flat in arrays)
     return Answer(
         counts=counts,
         ids=ids,
@@ -371,6 +386,7 @@ def decode_answer(message: cache_pb2.Answer, layer: int, shape: LayerShape, deco
         bytes_read=message.bytes_read,
         always_tokens=message.always_tokens,
         code_generation=message.code_generation,
+        decoder=None if decode_rows else decoder,
         **{name: _part_of(message, name, len(counts), shape) for name in _PARTS},
     )
 
@@ -394,21 +410,23 @@ def _part_of(message: cache_pb2.Answer, name: str, positions: int, shape: LayerS
     return from_bfloat16(found) if dtype == "bfloat16" else np.asarray(found, np.float32)
 
 
-def _decode_rows(
-    message: cache_pb2.Answer, layer: int, shape: LayerShape, decoders: Decoders, heads: npt.NDArray[np.intp]
+def _plain_rows(
+    message: cache_pb2.Answer, shape: LayerShape, rows: int, row_format: RowFormat
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    """Keys and values of an answer; `heads` [N] is the KV head of each row."""
-    rows = len(heads)
-    if message.row_format != tensor_pb2.ROW_FORMAT_STORAGE:
-        dtype = STORAGE[_ROW_DTYPES[enum_name(tensor_pb2.RowFormat, "ROW_FORMAT_", message.row_format)]]
-        return (
-            _array(message.keys, dtype, (rows, shape.head_dim), "keys"),
-            _array(message.values, dtype, (rows, shape.value_dim), "values"),
-        )
-    decoder = decoders.find(layer, message, shape)
-    key_rows = _array(message.keys, "u1", (rows, decoder.key_row_bytes), "keys")
-    value_rows = _array(message.values, "u1", (rows, decoder.value_row_bytes), "values")
-    return decoder.keys(key_rows, heads), decoder.values(value_rows)
+    dtype = STORAGE[_ROW_DTYPES[row_format]]
+    return (
+        _array(message.keys, dtype, (rows, shape.head_dim), "keys"),
+        _array(message.values, dtype, (rows, shape.value_dim), "values"),
+    )
+
+
+def _stored_rows(
+    message: cache_pb2.Answer, rows: int, decoder: RowDecoder
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    return (
+        _array(message.keys, "u1", (rows, decoder.key_row_bytes), "keys"),
+        _array(message.values, "u1", (rows, decoder.value_row_bytes), "values"),
+    )
 
 
 def _array(data: bytes, dtype: npt.DTypeLike, shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:

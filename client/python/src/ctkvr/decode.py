@@ -192,7 +192,8 @@ class DecodeCore:
             return StepResult(layer, reply.length, reply.repeated, error, None)
         found = None
         if item.step.queries is not None:
-            found = codec.decode_answer(reply.answer, layer, item.core.shape(layer), item.core.decoders)
+            shape, decoders = item.core.shape(layer), item.core.decoders
+            found = codec.decode_answer(reply.answer, layer, shape, decoders, self._settings.decode_rows)
         return StepResult(layer, reply.length, reply.repeated, None, found)
 
     def end(self, error: CtkvrError | None) -> CtkvrError:
@@ -215,6 +216,7 @@ def open_stream(
     source: Source | None = None,
     answer: AnswerMode = "rows",
     row_format: RowFormat | None = None,
+    decode_rows: bool = True,
     remainder: bool = False,
     selection: Selection | None = None,
     in_flight_max: int = 64,
@@ -225,5 +227,6 @@ def open_stream(
     The settings are those of retrieve(), for every step. in_flight_max bounds the messages sent and not received.
     timeout: of the stream's whole life; none by default.
     """
-    settings = codec.QuerySettings(codec.merge_selection(selection, k, source), answer, row_format, remainder=remainder)
+    merged = codec.merge_selection(selection, k, source)
+    settings = codec.QuerySettings(merged, answer, row_format, remainder=remainder, decode_rows=decode_rows)
     return DecodeCore(owner if isinstance(owner, SessionCore) else None, settings, in_flight_max, timeout)

@@ -1,25 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decodes rows that travel in storage form to float32, as proto/README.md, section "Rows", defines them.
 
-Every operation is one rounded float32 operation in the order given there, so results are the reference's bit for bit.
+numpy here, torch in ctkvr.rows_torch. Every operation is one rounded float32 operation in the order given there, so
+results are the reference's bit for bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from ctkvr.arrays import STORAGE, from_bfloat16
+from ctkvr.arrays import STORAGE, from_bfloat16, is_torch, to_torch
 from ctkvr.v1 import tensor_pb2
+
+if TYPE_CHECKING:
+    from ctkvr.rows_torch import TorchRows
 
 __all__ = ["LayerShape", "RowDecoder"]
 
-_GROUP = 32  # dimensions of a value that share a scale and a zero
-_HEADER_BYTES = 4  # of a group: scale and zero, binary16
+GROUP = 32  # dimensions of a value that share a scale and a zero
+HEADER_BYTES = 4  # of a group: scale and zero, binary16
 _MASK = (1 << 64) - 1
 
 
@@ -57,8 +61,26 @@ _FORMATS = {
 }
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How the rows of one layer and code generation lie; what the two decoders share."""
+
+    head_dim: int
+    value_dim: int
+    planes: int  # of keys; 0: elements of key_dtype
+    value_bits: int  # 0: elements of value_dtype
+    key_dtype: str
+    value_dtype: str
+    mean: npt.NDArray[np.float32]  # [kv_heads, head_dim]; empty where keys are not coded
+    signs: npt.NDArray[np.float32]  # [rounds, head_dim]; the same
+
+
 class RowDecoder:
-    """Decodes the rows of one layer while its code generation stays. Thread-safe: not changed after it is made."""
+    """Decodes the rows of one layer while its code generation stays. Thread-safe.
+
+    Rows are numpy arrays or bytes, which give numpy arrays, or tensors of torch, which give tensors on their device;
+    the bits are the same.
+    """
 
     def __init__(self, codec: tensor_pb2.RowCodec, shape: LayerShape) -> None:
         """ValueError: an unknown format, or sizes in `codec` other than format and shape demand."""
@@ -70,27 +92,36 @@ class RowDecoder:
         self.code_generation = codec.code_generation
         self.key_row_bytes = codec.key_row_bytes
         self.value_row_bytes = codec.value_row_bytes
-        self._planes = facts.planes if coded else 0
-        self._value_bits = facts.value_bits
-        self._key_dtype = shape.dtype if facts.planes else facts.dtype
-        self._value_dtype = facts.dtype
+        none = np.empty((0, 0), np.float32)
+        self._layout = Layout(
+            head_dim=shape.head_dim,
+            value_dim=shape.value_dim,
+            planes=facts.planes if coded else 0,
+            value_bits=facts.value_bits,
+            key_dtype=shape.dtype if facts.planes else facts.dtype,
+            value_dtype=facts.dtype,
+            mean=none,
+            signs=none,
+        )
         self._check_sizes()
         if coded:
-            self._mean = _mean_of(codec.key_mean, shape)
-            self._signs = _signs(shape.head_dim, codec.rotation_seed)
+            mean, signs = _mean_of(codec.key_mean, shape), _signs(shape.head_dim, codec.rotation_seed)
+            self._layout = replace(self._layout, mean=mean, signs=signs)
+        self._on_devices: dict[Any, TorchRows] = {}  # by torch.device
 
     def _check_sizes(self) -> None:
-        dim, value_dim = self.shape.head_dim, self.shape.value_dim
+        layout = self._layout
+        dim, value_dim = layout.head_dim, layout.value_dim
         if dim <= 0 or dim % 8 or value_dim <= 0 or value_dim % 8:
             raise ValueError(f"head_dim is {dim} and value_dim {value_dim}; both are positive multiples of 8")
-        if self._planes:
-            key_bytes = dim // 8 * self._planes + 2
+        if layout.planes:
+            key_bytes = dim // 8 * layout.planes + 2
         else:
-            key_bytes = dim * STORAGE[self._key_dtype].itemsize
-        if self._value_bits:
-            value_bytes = -(-value_dim // _GROUP) * _HEADER_BYTES + value_dim * self._value_bits // 8
+            key_bytes = dim * STORAGE[layout.key_dtype].itemsize
+        if layout.value_bits:
+            value_bytes = -(-value_dim // GROUP) * HEADER_BYTES + value_dim * layout.value_bits // 8
         else:
-            value_bytes = value_dim * STORAGE[self._value_dtype].itemsize
+            value_bytes = value_dim * STORAGE[layout.value_dtype].itemsize
         for name, given, expected in (
             ("key_row_bytes", self.key_row_bytes, key_bytes),
             ("value_row_bytes", self.value_row_bytes, value_bytes),
@@ -98,24 +129,41 @@ class RowDecoder:
             if given != expected:
                 raise ValueError(f"codec.{name} is {given}; format and shape give {expected}")
 
-    def keys(self, rows: Any, kv_head: int | npt.NDArray[np.intp]) -> npt.NDArray[np.float32]:
-        """Keys [n, head_dim] of rows [n, key_row_bytes] (bytes or uint8). kv_head: of all rows, or [n]."""
+    @overload
+    def keys(self, rows: bytes | npt.NDArray[np.uint8], kv_head: Any) -> npt.NDArray[np.float32]: ...
+    @overload
+    def keys(self, rows: Any, kv_head: Any) -> Any: ...
+    def keys(self, rows: Any, kv_head: Any) -> Any:
+        """Keys, float32 [n, head_dim], of rows, uint8 [n, key_row_bytes]. kv_head: of all rows, or integers [n].
+
+        ValueError: sizes that do not fit, or a KV head that is not there.
+        """
+        layout = self._layout
         packed = _rows_of(rows, self.key_row_bytes, "key")
         heads = np.asarray(kv_head)
         if np.any(heads < 0) or np.any(heads >= self.shape.kv_heads):
             raise ValueError(f"kv_head is {kv_head}; the layer has {self.shape.kv_heads}")
-        if not self._planes:
-            return _floats(packed, self._key_dtype)
+        if is_torch(packed):
+            return self._on(packed.device).keys(packed, to_torch(np.array(heads, np.int64)).to(packed.device))
+        if not layout.planes:
+            return _floats(packed, layout.key_dtype)
         x = self._rotated_keys(packed)
-        for round_ in reversed(range(len(self._signs))):
-            for begin, size in _blocks(self.shape.head_dim, round_):
+        for round_ in reversed(range(len(layout.signs))):
+            for begin, size in blocks(layout.head_dim, round_):
                 x[:, begin : begin + size] = _hadamard(x[:, begin : begin + size])
-            x *= self._signs[round_]
-        x += self._mean[heads]
+            x *= layout.signs[round_]
+        x += layout.mean[heads]
         return x
 
+    def _on(self, device: Any) -> TorchRows:
+        if device not in self._on_devices:
+            from ctkvr.rows_torch import TorchRows
+
+            self._on_devices[device] = TorchRows(self._layout, device)
+        return self._on_devices[device]
+
     def _rotated_keys(self, packed: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-        dim, count = self.shape.head_dim, self._planes
+        dim, count = self._layout.head_dim, self._layout.planes
         plane_bytes = dim // 8 * count
         planes = packed[:, :plane_bytes].reshape(-1, count, dim // 8)
         bits = np.unpackbits(planes, axis=2, bitorder="little")
@@ -126,18 +174,25 @@ class RowDecoder:
         centred = codes.astype(np.float32) + np.float32(0.5 - (1 << (count - 1)))
         return np.asarray(scale * centred, np.float32)
 
-    def values(self, rows: Any) -> npt.NDArray[np.float32]:
-        """Values [n, value_dim] of rows [n, value_row_bytes] (bytes or uint8)."""
+    @overload
+    def values(self, rows: bytes | npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]: ...
+    @overload
+    def values(self, rows: Any) -> Any: ...
+    def values(self, rows: Any) -> Any:
+        """Values, float32 [n, value_dim], of rows, uint8 [n, value_row_bytes]. ValueError: sizes that do not fit."""
+        layout = self._layout
         packed = _rows_of(rows, self.value_row_bytes, "value")
-        if not self._value_bits:
-            return _floats(packed, self._value_dtype)
-        dim = self.shape.value_dim
-        header_bytes = -(-dim // _GROUP) * _HEADER_BYTES
+        if is_torch(packed):
+            return self._on(packed.device).values(packed)
+        if not layout.value_bits:
+            return _floats(packed, layout.value_dtype)
+        dim = layout.value_dim
+        header_bytes = -(-dim // GROUP) * HEADER_BYTES
         headers = np.ascontiguousarray(packed[:, :header_bytes]).view("<f2").astype(np.float32)
-        scale = np.repeat(headers[:, 0::2], _GROUP, axis=1)[:, :dim]
-        zero = np.repeat(headers[:, 1::2], _GROUP, axis=1)[:, :dim]
+        scale = np.repeat(headers[:, 0::2], GROUP, axis=1)[:, :dim]
+        zero = np.repeat(headers[:, 1::2], GROUP, axis=1)[:, :dim]
         codes = packed[:, header_bytes:]
-        if self._value_bits == 4:
+        if layout.value_bits == 4:
             codes = np.stack((codes & 15, codes >> 4), axis=2).reshape(len(packed), dim)
         return zero + scale * codes.astype(np.float32)
 
@@ -149,9 +204,10 @@ def _mean_of(tensor: tensor_pb2.Tensor, shape: LayerShape) -> npt.NDArray[np.flo
     return np.frombuffer(tensor.data, "<f4").reshape(expected)
 
 
-def _rows_of(rows: Any, row_bytes: int, name: str) -> npt.NDArray[np.uint8]:
-    packed = rows if isinstance(rows, np.ndarray) else np.frombuffer(rows, np.uint8)
-    if packed.dtype != np.uint8 or packed.size % row_bytes:
+def _rows_of(rows: Any, row_bytes: int, name: str) -> Any:
+    """uint8 [n, row_bytes], in place."""
+    packed = rows if isinstance(rows, np.ndarray) or is_torch(rows) else np.frombuffer(rows, np.uint8)
+    if str(packed.dtype).removeprefix("torch.") != "uint8" or packed.nbytes % row_bytes:
         raise ValueError(f"{name} rows have {packed.nbytes} bytes; a row has {row_bytes}")
     return packed.reshape(-1, row_bytes)
 
@@ -179,12 +235,12 @@ def _signs(dim: int, seed: int) -> npt.NDArray[np.float32]:
     bits = np.unpackbits(np.array(words, "<u8").view(np.uint8), bitorder="little")[: rounds * dim]
     signs = np.where(bits == 1, np.float32(-1), np.float32(1)).reshape(rounds, dim)
     for round_ in range(rounds):
-        for begin, size in _blocks(dim, round_):
+        for begin, size in blocks(dim, round_):
             signs[round_, begin : begin + size] *= np.float32(1 / np.sqrt(np.float64(size)))
     return signs
 
 
-def _blocks(dim: int, round_: int) -> Iterator[tuple[int, int]]:
+def blocks(dim: int, round_: int) -> Iterator[tuple[int, int]]:
     """(first dimension, size) of the blocks of the binary expansion, large ones first in round 0, last in round 1."""
     sizes = [1 << bit for bit in range(dim.bit_length()) if dim >> bit & 1]
     begin = 0
