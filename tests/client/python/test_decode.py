@@ -38,6 +38,16 @@ def test_a_step_appends_and_asks(session: Any, tokens: Tokens) -> None:
     assert session.append(0, tokens.keys[:1], tokens.values[:1]).length == 641
 
 
+def test_a_step_leaves_positions_to_the_caller(session: Any, tokens: Tokens) -> None:
+    session.append(0, tokens.keys[:600], tokens.values[:600])
+    with session.decode(source="dense", answer="ids") as stream:
+        stream.send([step_of(tokens, 600, local_begin=590)])
+        stream.send([step_of(tokens, 601)])  # and the next one does not
+        (left,), (whole,) = stream.receive(), stream.receive()
+    assert left.answer.ids[0, 0].tolist() == list(range(590))
+    assert whole.answer.ids[0, 0].tolist() == list(range(602))
+
+
 def test_many_steps_are_in_flight_and_come_back_in_order(session: Any, tokens: Tokens) -> None:
     with session.decode(k=4, answer="ids") as stream:
         for number in range(20):

@@ -36,6 +36,7 @@ class Step:
     position: int | None = None  # of the first query; None: the queries are of the last tokens
     session: SessionHandle | None = None  # None: the stream's
     tags: codec.Tags | None = None  # of the tokens
+    local_begin: int | None = None  # the caller attends positions from here on itself: they are left out
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,8 @@ class DecodeCore:
                 step = replace(step, position=max(length - len(entry.queries), 0))
             assert step.position is not None  # noqa: S101 (for mypy)
             shape = core.shape(layer)
-            query = codec.encode_query(shape, layer, step.position, entry.queries, self._settings)
+            settings = replace(self._settings, local_begin=step.local_begin)
+            query = codec.encode_query(shape, layer, step.position, entry.queries, settings)
             message.query.CopyFrom(query)
         return _Item(step, core, message)
 
