@@ -2,7 +2,9 @@
 
 #include "server/rpc/grpc_server.h"
 
+#include <algorithm>
 #include <atomic>
+#include <thread>
 
 #include "grpc/support/log.h"
 #include "grpcpp/ext/proto_server_reflection_plugin.h"
@@ -78,9 +80,13 @@ GrpcServer::~GrpcServer() {
 bool GrpcServer::Drain(std::chrono::milliseconds timeout) {
   server_->GetHealthCheckService()->Shutdown();  // NOT_SERVING, for good
   edge_.engine.StartDraining();
-  const bool idle = service_.Drain(timeout);
-  // Nothing of ours runs any more, or its time is over: what is left is cancelled at once.
-  server_->Shutdown(std::chrono::system_clock::now());
+  // First the door stays open: who comes is served, or told DRAINING. Load that does not end must not last until the
+  // end, so then nobody gets in, which clients may try elsewhere, and what got in has the rest of the time.
+  const auto closed = std::min(timeout / 4, kClosedTimeMax);
+  service_.Drain(timeout - closed);
+  std::thread shutdown([&] { server_->Shutdown(std::chrono::system_clock::now() + closed + kVerdictTime); });
+  const bool idle = service_.Drain(closed);
+  shutdown.join();
   return idle;
 }
 

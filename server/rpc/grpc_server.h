@@ -29,6 +29,11 @@ inline constexpr int kClientPingIntervalMinMs = 5'000;
 inline constexpr int kServerPingIntervalMs = 30'000;
 inline constexpr int kServerPingTimeoutMs = 10'000;
 
+// A drain takes calls until so much of its time is left, or a quarter of it; from then on those that run may finish.
+inline constexpr std::chrono::milliseconds kClosedTimeMax{5'000};
+// Calls are cancelled so much later than it is told whether they finished, so that none that is cancelled counts.
+inline constexpr std::chrono::milliseconds kVerdictTime{100};
+
 struct GrpcServerOptions {
   std::string address;  // "host:port", port 0: a free one; "[::1]:port"; "unix:/path"
   std::string version;  // told by GetServerInfo
@@ -45,9 +50,10 @@ class GrpcServer {
   // As given, with the port that was taken.
   const std::string& address() const { return address_; }
 
-  // Health turns NOT_SERVING and opens are refused at once, Decode streams end between two messages, calls that run may
-  // finish within `timeout`; then the server stops and what still runs is cancelled. Returns whether all calls
-  // finished. The engine must run until this returns.
+  // Health turns NOT_SERVING and opens are refused at once, Decode streams end between two messages. Other calls are
+  // served until none runs or `timeout` comes near (kClosedTimeMax), then no more are taken, and those that run may
+  // finish until it has passed; what still runs is cancelled. Returns whether all calls that were taken finished. The
+  // engine must run until this returns.
   bool Drain(std::chrono::milliseconds timeout);
 
  private:

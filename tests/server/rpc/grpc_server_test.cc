@@ -9,6 +9,8 @@
 #include <gtest/gtest.h>
 
 #include <future>
+#include <string>
+#include <utility>
 
 #include "tests/server/rpc/raw_call.h"
 #include "tests/server/rpc/session_test.h"
@@ -100,6 +102,36 @@ TEST_F(GrpcServerTest, WhileWorkRunsADrainRefusesOpensAndIsNotServing) {
   work_->WritesDone();
   EXPECT_THAT(work_->Finish(), IsRpcOk());
   EXPECT_EQ(work_reply_.lengths(0), 20u);
+  EXPECT_TRUE(drained.get());
+}
+
+// Clients that go on calling, so that some call always runs, cannot make a drain cut calls off: it ends what it took.
+TEST_F(GrpcServerTest, UnderLoadThatDoesNotEndADrainFinishesAllThatItTook) {
+  struct Stream {
+    grpc::ClientContext context;
+    v1::AppendStreamReply reply;
+    std::unique_ptr<grpc::ClientWriter<v1::AppendRequest>> writer;
+  };
+  const auto run = [&](int streams) {
+    const std::string series = "ctkvr_rpc_in_flight{method=\"AppendStream\"} ";
+    return server_.metrics().Text().find(series + std::to_string(streams) + "\n") != std::string::npos;
+  };
+  StartWork();
+  auto drained = DrainAside(milliseconds(400));
+  for (std::unique_ptr<Stream> running;;) {
+    auto next = std::make_unique<Stream>();
+    next->writer = stub_->AppendStream(&next->context, &next->reply);
+    bool taken = true;
+    do {
+      taken = next->writer->Write(MakeAppend("a", 0, 0, 10));
+    } while (taken && !run(2));
+    grpc::ClientWriter<v1::AppendRequest>& first = running == nullptr ? *work_ : *running->writer;
+    first.WritesDone();
+    ASSERT_THAT(first.Finish(), IsRpcOk());
+    if (!taken) break;
+    running = std::move(next);
+    while (!run(1)) std::this_thread::yield();
+  }
   EXPECT_TRUE(drained.get());
 }
 
