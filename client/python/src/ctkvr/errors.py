@@ -18,6 +18,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 __all__ = [
     "BeforeIndex",
+    "CacheTooSmall",
     "Cancelled",
     "ChecksumMismatch",
     "CtkvrError",
