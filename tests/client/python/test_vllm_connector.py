@@ -78,8 +78,13 @@ class Engine:
         self.first = layout == "blocks first"
         shape = (BLOCKS, KV_HEADS, BLOCK, 2 * HEAD_DIM) if self.first else (2, BLOCKS, BLOCK, KV_HEADS, HEAD_DIM)
         self.caches = {name: np.zeros(shape, STORAGE[dtype]) for name in LAYERS}
-        self.worker.register_kv_caches(self.caches)
+        self.show(self.caches)
         self.requests = 0
+
+    def show(self, paged: dict[str, Any]) -> None:
+        """What the connector takes for the caches."""
+        self.paged = paged
+        self.worker.register_kv_caches(paged)
 
     def rows(self, layer: str, token_ids: list[int]) -> Any:
         """[tokens, kv_heads, keys and values]: of a token and all before it, as in a model."""
@@ -166,7 +171,7 @@ class Engine:
             worker.wait_for_layer_load(name)
             rows = self.rows(name, token_ids[: computed + scheduled])
             self.write(name, block_ids, computed, rows[computed:])
-            worker.save_kv_layer(name, self.caches[name], None)
+            worker.save_kv_layer(name, self.paged[name], None)
         worker.wait_for_save()
         worker.clear_connector_metadata()
         return failed
