@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from server import Server
+from server import SMALL_ENGINE, Server
 from twins import Connect, connector
 
 LAYERS, Q_HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM, TOKEN_LIMIT = 2, 4, 2, 32, 16, 4096
@@ -63,6 +63,17 @@ def server() -> Iterator[Server]:
         yield serving
 
 
+@pytest.fixture(scope="session", params=["server", "embedded"])
+def address(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Where a service answers: a server of its own process, then an engine in this one."""
+    if request.param == "server":
+        serving: Server = request.getfixturevalue("server")
+        yield serving.address
+    else:
+        with ctkvr.connect(SMALL_ENGINE):  # open as long as tests come and go
+            yield "embedded://small"
+
+
 @pytest.fixture(scope="session")
 def loop() -> Iterator[asyncio.AbstractEventLoop]:
     made = asyncio.new_event_loop()
@@ -72,12 +83,13 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture(params=["blocking", "asyncio"])
 def connect(request: pytest.FixtureRequest, loop: asyncio.AbstractEventLoop) -> Connect:
+    asyncio.set_event_loop(loop)  # asyncio.run, of a test before, has left none
     return connector(request.param, loop)
 
 
 @pytest.fixture
-def client(connect: Connect, server: Server) -> Iterator[Any]:
-    with connect(server.address) as connected:
+def client(connect: Connect, address: str) -> Iterator[Any]:
+    with connect(address) as connected:
         yield connected
 
 

@@ -10,7 +10,9 @@ import threading
 from pathlib import Path
 from typing import Any
 
-SMALL = ("--metrics_address=", "--arena_bytes=64MiB", "--scratch_bytes=32MiB", "--lanes=1", "--log_format=json")
+ENGINE = ("arena_bytes=64MiB", "scratch_bytes=32MiB", "lanes=1")
+SMALL = ("--metrics_address=", "--log_format=json", *(f"--{setting}" for setting in ENGINE))
+SMALL_ENGINE = f"embedded://small?{'&'.join(ENGINE)}"  # the same, in this process
 
 
 def program() -> Path:

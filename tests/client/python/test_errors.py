@@ -193,8 +193,7 @@ def test_a_server_that_drains(connect: Connect, tokens: Tokens) -> None:
 
 def hold_open(client: Client, requests: queue.SimpleQueue[cache_pb2.AppendRequest | None]) -> None:
     method = METHODS["AppendStream"]
-    upload = client.runner.channel.stream_unary(method.path, method.serialize, method.deserialize)
-    upload(iter(requests.get, None))
+    client.runner.channel.upload(method, iter(requests.get, None), None)
 
 
 def first_append(session: Any, tokens: Tokens) -> cache_pb2.AppendRequest:

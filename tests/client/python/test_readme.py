@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every block of the README is run as it stands, with this test's server in place of the address."""
+"""Every block of the README is run as it stands, with a service of this test's in place of the address."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def test_there_are_no_other_blocks() -> None:
     assert README.count("```") == 2 * (len(blocks("python")) + len(blocks("sh")))
 
 
-def test_python_blocks_run_from_top_to_bottom(server: Server) -> None:
+def test_python_blocks_run_from_top_to_bottom(address: str) -> None:
     namespace: dict[str, Any] = {}
     for number, block in enumerate(blocks("python")):
         if "transformers" in block:  # tests/model runs it, where torch is
             continue
-        code = compile(block.replace(ADDRESS, server.address), f"README block {number}", "exec")
+        code = compile(block.replace(ADDRESS, address), f"README block {number}", "exec")
         exec(code, namespace)  # noqa: S102 (the README's own)
     assert namespace["result"].length == 2950
 
@@ -57,6 +57,7 @@ def test_shell_blocks_run(server: Server, tmp_path: Path) -> None:
         subprocess.run(["bash", "-euo", "pipefail", "-c", here], cwd=ROOT, env=environment, check=True)
     assert (tmp_path / "positions.png").is_file()
     assert (tmp_path / "ctkvr/v1/cache_pb2.py").is_file()
+    assert (tmp_path / "ctkvr/_engine.abi3.so").is_file()
 
 
 def rows_below(header: str) -> list[list[str]]:

@@ -84,12 +84,12 @@ def test_an_absent_layer_is_told_from_others(client: Any, tokens: Tokens) -> Non
             fill(session, tokens, layer=1)
 
 
-def test_tags_go_with_their_tokens_into_messages_of_any_size(connect: Connect, server: Server, tokens: Tokens) -> None:
+def test_tags_go_with_their_tokens_into_messages_of_any_size(connect: Connect, address: str, tokens: Tokens) -> None:
     options = session_pb2.SessionOptions(tags=True)
     options.policies.class_quotas.add(token_class=7, tokens=2)
     classes = np.arange(len(tokens.keys)) % 200
     with (
-        connect(server.address, append_bytes=10000) as client,
+        connect(address, append_bytes=10000) as client,
         client.open_session(**GEOMETRY, options=options) as session,
     ):
         assert session.options.policies.class_quotas[0].tokens == 2
@@ -183,11 +183,11 @@ def test_appends_follow_one_another(session: Any, tokens: Tokens) -> None:
         np.testing.assert_array_equal(rows.keys[0, head], wanted[:, head])  # type: ignore[index]
 
 
-def test_a_long_prompt_is_streamed_in_chunks(connect: Connect, server: Server, tokens: Tokens) -> None:
+def test_a_long_prompt_is_streamed_in_chunks(connect: Connect, address: str, tokens: Tokens) -> None:
     seen: list[tuple[int, int]] = []
     row_bytes = tokens.keys[0].nbytes + tokens.values[0].nbytes + tokens.queries[0].nbytes
     with (
-        connect(server.address, append_bytes=64 * row_bytes) as client,
+        connect(address, append_bytes=64 * row_bytes) as client,
         client.open_session(**GEOMETRY, format="f32", source="query_centroids", centroids=8, list_tokens=8) as session,
     ):
         result = session.append(

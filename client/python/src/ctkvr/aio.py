@@ -11,26 +11,23 @@ Arrays are packed and unpacked on the event loop: a few milliseconds for a messa
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
-import grpc.aio
 
 from ctkvr import calls
 from ctkvr.calls import ClientCore, Connection, Operation, SessionCore
-from ctkvr.channel import CHANNEL_OPTIONS, METHODS
+from ctkvr.channel import METHODS, AioChannel, AioGrpcChannel
 from ctkvr.decode import DecodeCore, Step, StepResult, open_stream
+from ctkvr.embedded import EMBEDDED, AioEmbeddedChannel, check_credentials, is_embedded
 from ctkvr.errors import CtkvrError, from_rpc, make_error
 from ctkvr.retry import RetryOptions
 from ctkvr.session import SessionHandle
 
 __all__ = ["Client", "DecodeStream", "Session", "connect"]
-
-_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # not in its stubs
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,7 +36,7 @@ T = TypeVar("T")
 class Runner:
     """Runs operations by awaiting."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: AioChannel) -> None:
         self.channel = channel
 
     async def run(self, operation: Operation[T]) -> T:
@@ -64,10 +61,8 @@ class Runner:
             return asyncio.sleep(effect.seconds)
         method = METHODS[effect.method]
         if isinstance(effect, calls.Unary):
-            unary = self.channel.unary_unary(method.path, method.serialize, method.deserialize)
-            return unary(effect.request, timeout=effect.timeout)
-        upload = self.channel.stream_unary(method.path, method.serialize, method.deserialize)
-        return upload(effect.requests, timeout=effect.timeout)
+            return self.channel.unary(method, effect.request, effect.timeout)
+        return self.channel.upload(method, effect.requests, effect.timeout)
 
 
 def _client_call(
@@ -111,7 +106,7 @@ def _stream_maker(
 
 
 async def connect(
-    address: str,
+    address: str | None = None,
     *,
     timeout: float = 30.0,
     credentials: grpc.ChannelCredentials | None = None,
@@ -119,10 +114,12 @@ async def connect(
     append_bytes: int = 8 << 20,
 ) -> Client:
     """As ctkvr.connect."""
-    if credentials is None:
-        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    channel: AioChannel
+    if address is None or is_embedded(address):
+        check_credentials(credentials)
+        channel = AioEmbeddedChannel(address or EMBEDDED)
     else:
-        channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        channel = AioGrpcChannel(address, credentials)
     connection = Connection(timeout=timeout, append_bytes=append_bytes, retry=retry or RetryOptions())
     client = Client(ClientCore(connection), Runner(channel))
     try:
@@ -197,9 +194,7 @@ class DecodeStream:
         """Use decode() of a session or client."""
         self._core = core
         self._runner = runner
-        method = METHODS["Decode"]
-        stream: Any = runner.channel.stream_stream(method.path, method.serialize, method.deserialize)
-        self._call = stream(timeout=core.timeout)
+        self._stream = runner.channel.stream(METHODS["Decode"], core.timeout)
         self._ended: CtkvrError | None = None
 
     @property
@@ -217,9 +212,7 @@ class DecodeStream:
         if self._ended is not None:
             raise self._ended
         request = await self._runner.run(self._core.prepare([steps] if isinstance(steps, Step) else steps))
-        # Where the stream has ended, receive says how.
-        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-            await self._call.write(request)
+        await self._stream.write(request)
 
     async def receive(self) -> list[StepResult]:
         """As ctkvr.DecodeStream.receive."""
@@ -227,22 +220,12 @@ class DecodeStream:
             raise self._ended
         self._core.check_receivable()
         try:
-            reply = await self._call.read()
+            reply = await self._stream.read()
         except grpc.RpcError as error:
             raise self._end(from_rpc(error)) from None
-        except asyncio.InvalidStateError:  # the end was read by somebody else
-            reply = _EOF
-        if reply is _EOF:
-            raise self._end(await self._status())
+        if reply is None:
+            raise self._end(None)
         return self._core.take(reply)
-
-    async def _status(self) -> CtkvrError | None:
-        """How the stream ended, once it has; None: well."""
-        code = await self._call.code()
-        if code is grpc.StatusCode.OK:
-            return None
-        trailing, details = await self._call.trailing_metadata(), await self._call.details()
-        return from_rpc(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
 
     async def step(self, layer: int, keys: Any = None, values: Any = None, queries: Any = None) -> StepResult:
         """As ctkvr.DecodeStream.step."""
@@ -260,7 +243,7 @@ class DecodeStream:
         if self._ended is not None:
             return
         try:
-            await self._call.done_writing()
+            await self._stream.done_writing()
             while self.in_flight:
                 await self.receive()
         finally:
@@ -268,7 +251,7 @@ class DecodeStream:
 
     def cancel(self) -> None:
         """As ctkvr.DecodeStream.cancel."""
-        self._call.cancel()
+        self._stream.cancel()
         if self._ended is None:
             self._end(make_error("CANCELLED", "the stream was closed on this side"))
 

@@ -1,12 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service as gRPC sees it: its calls, read from the contract, and how a channel to it is set up."""
+"""The calls of the service, read from the contract, and the way they travel: what a client asks of a channel.
+
+A channel to a server is gRPC's (here); one to an engine in this process is in ctkvr.embedded. Both raise grpc.RpcError.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import contextlib
+import queue
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import grpc
+import grpc.aio
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
@@ -25,11 +33,14 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.use_local_subchannel_pool", 1),  # two clients of one process are two connections
 ]
 
+_EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # not in its stubs
+
 
 @dataclass(frozen=True)
 class Method:
     """One call of the service."""
 
+    name: str
     path: str
     serialize: Callable[[Message], bytes]
     deserialize: Callable[[bytes], Any]
@@ -39,6 +50,7 @@ def _methods() -> dict[str, Method]:
     service = cache_pb2.DESCRIPTOR.services_by_name["Cache"]
     return {
         method.name: Method(
+            method.name,
             f"/{service.full_name}/{method.name}",
             lambda message: message.SerializeToString(),
             message_factory.GetMessageClass(method.output_type).FromString,
@@ -48,3 +60,183 @@ def _methods() -> dict[str, Method]:
 
 
 METHODS = _methods()
+
+
+class Stream(Protocol):
+    """A call of many requests and many replies. One thread may write while another reads."""
+
+    def write(self, request: Message) -> None:
+        """Sends a request. Where the stream has ended, read() says how."""
+
+    def done_writing(self) -> None:
+        """Says that there are no more."""
+
+    def read(self) -> Any:
+        """The next reply; None: the stream has ended well. Raises grpc.RpcError."""
+
+    def cancel(self) -> None:
+        """Ends the stream at once."""
+
+
+class Channel(Protocol):
+    """The way to a service, for callers that block. Thread-safe. Timeouts are seconds; None: no limit."""
+
+    def unary(self, method: Method, request: Message, timeout: float | None) -> Any:
+        """A call with one reply. Raises grpc.RpcError."""
+
+    def upload(self, method: Method, requests: Iterator[Message], timeout: float | None) -> Any:
+        """A call of many requests and one reply. Raises grpc.RpcError."""
+
+    def stream(self, method: Method, timeout: float | None) -> Stream:
+        """A call of many requests and many replies."""
+
+    def close(self) -> None:
+        """Ends it; calls that run are cancelled."""
+
+
+class AioStream(Protocol):
+    """As Stream, for asyncio."""
+
+    async def write(self, request: Message) -> None:
+        """As Stream.write."""
+
+    async def done_writing(self) -> None:
+        """As Stream.done_writing."""
+
+    async def read(self) -> Any:
+        """As Stream.read."""
+
+    def cancel(self) -> None:
+        """As Stream.cancel."""
+
+
+class AioChannel(Protocol):
+    """As Channel, for asyncio."""
+
+    async def unary(self, method: Method, request: Message, timeout: float | None) -> Any:
+        """As Channel.unary."""
+
+    async def upload(self, method: Method, requests: Iterator[Message], timeout: float | None) -> Any:
+        """As Channel.upload."""
+
+    def stream(self, method: Method, timeout: float | None) -> AioStream:
+        """As Channel.stream."""
+
+    async def close(self) -> None:
+        """As Channel.close."""
+
+
+# ---- gRPC ------------------------------------------------------------------------------------------------------------
+
+
+class GrpcChannel:
+    """The Channel to a server."""
+
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+    def unary(self, method: Method, request: Message, timeout: float | None) -> Any:
+        """As Channel.unary."""
+        return self._channel.unary_unary(method.path, method.serialize, method.deserialize)(request, timeout=timeout)
+
+    def upload(self, method: Method, requests: Iterator[Message], timeout: float | None) -> Any:
+        """As Channel.upload."""
+        return self._channel.stream_unary(method.path, method.serialize, method.deserialize)(requests, timeout=timeout)
+
+    def stream(self, method: Method, timeout: float | None) -> GrpcStream:
+        """As Channel.stream."""
+        return GrpcStream(self._channel.stream_stream(method.path, method.serialize, method.deserialize), timeout)
+
+    def close(self) -> None:
+        """As Channel.close."""
+        self._channel.close()
+
+
+class GrpcStream:
+    """The Stream to a server."""
+
+    def __init__(self, open_call: Any, timeout: float | None) -> None:
+        self._requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._call: Any = open_call(iter(self._requests.get, None), timeout=timeout)
+
+    def write(self, request: Message) -> None:
+        """As Stream.write."""
+        self._requests.put(request)
+
+    def done_writing(self) -> None:
+        """As Stream.done_writing."""
+        self._requests.put(None)
+
+    def read(self) -> Any:
+        """As Stream.read."""
+        return next(self._call, None)
+
+    def cancel(self) -> None:
+        """As Stream.cancel."""
+        self._requests.put(None)
+        self._call.cancel()
+
+
+class AioGrpcChannel:
+    """The AioChannel to a server."""
+
+    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+
+    async def unary(self, method: Method, request: Message, timeout: float | None) -> Any:
+        """As Channel.unary."""
+        call = self._channel.unary_unary(method.path, method.serialize, method.deserialize)
+        return await call(request, timeout=timeout)
+
+    async def upload(self, method: Method, requests: Iterator[Message], timeout: float | None) -> Any:
+        """As Channel.upload."""
+        call: Any = self._channel.stream_unary(method.path, method.serialize, method.deserialize)
+        return await call(requests, timeout=timeout)
+
+    def stream(self, method: Method, timeout: float | None) -> AioGrpcStream:
+        """As Channel.stream."""
+        return AioGrpcStream(self._channel.stream_stream(method.path, method.serialize, method.deserialize), timeout)
+
+    async def close(self) -> None:
+        """As Channel.close."""
+        await self._channel.close()
+
+
+class AioGrpcStream:
+    """The AioStream to a server."""
+
+    def __init__(self, open_call: Any, timeout: float | None) -> None:
+        self._call: Any = open_call(timeout=timeout)
+
+    async def write(self, request: Message) -> None:
+        """As Stream.write."""
+        with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
+            await self._call.write(request)
+
+    async def done_writing(self) -> None:
+        """As Stream.done_writing."""
+        await self._call.done_writing()
+
+    async def read(self) -> Any:
+        """As Stream.read."""
+        try:
+            reply = await self._call.read()
+        except asyncio.InvalidStateError:  # the end was read by somebody else
+            reply = _EOF
+        if reply is not _EOF:
+            return reply
+        code = await self._call.code()
+        if code is grpc.StatusCode.OK:
+            return None
+        trailing, details = await self._call.trailing_metadata(), await self._call.details()
+        raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details)
+
+    def cancel(self) -> None:
+        """As Stream.cancel."""
+        self._call.cancel()

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import functools
-import queue
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import grpc
-from google.protobuf.message import Message
 
 from ctkvr import calls
 from ctkvr.calls import ClientCore, Connection, Operation, SessionCore
-from ctkvr.channel import CHANNEL_OPTIONS, METHODS
+from ctkvr.channel import METHODS, Channel, GrpcChannel
 from ctkvr.decode import DecodeCore, Step, StepResult, open_stream
+from ctkvr.embedded import EMBEDDED, EmbeddedChannel, check_credentials, is_embedded
 from ctkvr.errors import CtkvrError, from_rpc, make_error
 from ctkvr.retry import RetryOptions
 from ctkvr.session import SessionHandle
@@ -30,7 +29,7 @@ T = TypeVar("T")
 class Runner:
     """Runs operations by blocking. Thread-safe."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.channel = channel
 
     def run(self, operation: Operation[T]) -> T:
@@ -56,10 +55,8 @@ class Runner:
             return None
         method = METHODS[effect.method]
         if isinstance(effect, calls.Unary):
-            unary = self.channel.unary_unary(method.path, method.serialize, method.deserialize)
-            return unary(effect.request, timeout=effect.timeout)
-        upload = self.channel.stream_unary(method.path, method.serialize, method.deserialize)
-        return upload(effect.requests, timeout=effect.timeout)
+            return self.channel.unary(method, effect.request, effect.timeout)
+        return self.channel.upload(method, effect.requests, effect.timeout)
 
 
 def _client_call(method: Callable[Concatenate[ClientCore, P], Operation[T]]) -> Callable[Concatenate[Client, P], T]:
@@ -99,22 +96,27 @@ def _stream_maker(
 
 
 def connect(
-    address: str,
+    address: str | None = None,
     *,
     timeout: float = 30.0,
     credentials: grpc.ChannelCredentials | None = None,
     retry: RetryOptions | None = None,
     append_bytes: int = 8 << 20,
 ) -> Client:
-    """Connects to "host:port" or "unix:/path" and asks for the server's limits.
+    """Connects to "host:port" or "unix:/path" and asks for the server's limits; or uses an engine in this process.
 
+    address None is "embedded://": the engine of this process, made by the first client and ended by the last;
+    ctkvr.embedded explains names and settings.
     timeout: seconds of a call with all its attempts, unless the call says otherwise. credentials None: no encryption.
-    append_bytes: append() splits into messages of about so many. Raises Unavailable: nobody answers.
+    append_bytes: append() splits into messages of about so many. Raises Unavailable: nobody answers;
+    ModuleNotFoundError: this installation has no engine.
     """
-    if credentials is None:
-        channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+    channel: Channel
+    if address is None or is_embedded(address):
+        check_credentials(credentials)
+        channel = EmbeddedChannel(address or EMBEDDED)
     else:
-        channel = grpc.secure_channel(address, credentials, options=CHANNEL_OPTIONS)
+        channel = GrpcChannel(address, credentials)
     connection = Connection(timeout=timeout, append_bytes=append_bytes, retry=retry or RetryOptions())
     client = Client(ClientCore(connection), Runner(channel))
     try:
@@ -197,10 +199,7 @@ class DecodeStream:
         """Use decode() of a session or client."""
         self._core = core
         self._runner = runner
-        self._requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        method = METHODS["Decode"]
-        stream = runner.channel.stream_stream(method.path, method.serialize, method.deserialize)
-        self._call: Any = stream(iter(self._requests.get, None), timeout=core.timeout)
+        self._stream = runner.channel.stream(METHODS["Decode"], core.timeout)
         self._ended: CtkvrError | None = None
 
     @property
@@ -221,7 +220,7 @@ class DecodeStream:
         """
         if self._ended is not None:
             raise self._ended
-        self._requests.put(self._runner.run(self._core.prepare([steps] if isinstance(steps, Step) else steps)))
+        self._stream.write(self._runner.run(self._core.prepare([steps] if isinstance(steps, Step) else steps)))
 
     def receive(self) -> list[StepResult]:
         """Waits for the results of the oldest message in flight, in the order of its steps.
@@ -232,11 +231,11 @@ class DecodeStream:
             raise self._ended
         self._core.check_receivable()
         try:
-            reply = next(self._call)
-        except StopIteration:
-            raise self._end(None) from None
+            reply = self._stream.read()
         except grpc.RpcError as error:
             raise self._end(from_rpc(error)) from None
+        if reply is None:
+            raise self._end(None)
         return self._core.take(reply)
 
     def step(self, layer: int, keys: Any = None, values: Any = None, queries: Any = None) -> StepResult:
@@ -247,7 +246,7 @@ class DecodeStream:
         return self.receive()[0]
 
     def _end(self, error: CtkvrError | None) -> CtkvrError:
-        self._requests.put(None)
+        self._stream.done_writing()
         self._ended = self._core.end(error)
         return self._ended
 
@@ -255,7 +254,7 @@ class DecodeStream:
         """Says that no more will be sent and waits for what is in flight; its results are dropped."""
         if self._ended is not None:
             return
-        self._requests.put(None)
+        self._stream.done_writing()
         try:
             while self.in_flight:
                 self.receive()
@@ -264,7 +263,7 @@ class DecodeStream:
 
     def cancel(self) -> None:
         """Ends the stream at once; appends that the server has done stay done."""
-        self._call.cancel()
+        self._stream.cancel()
         if self._ended is None:
             self._end(make_error("CANCELLED", "the stream was closed on this side"))
 
