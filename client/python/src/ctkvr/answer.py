@@ -14,7 +14,7 @@ from ctkvr.rows import RowDecoder
 
 __all__ = ["Answer", "AnswerMode", "Reduction", "RowFormat", "Selection", "Sets", "Source"]
 
-AnswerMode = Literal["ids", "scores", "rows", "attention"]
+AnswerMode = Literal["ids", "scores", "rows", "new_rows", "attention"]
 Reduction = Literal["sum_softmax", "max_softmax", "per_head"]
 RowFormat = Literal["f32", "f16", "bf16", "storage"]
 Source = Literal["dense", "exact", "sketch", "query_centroids", "key_centroids", "key_centroids_sketch", "auto"]
@@ -102,3 +102,5 @@ class Answer:
     remainder_output: npt.NDArray[np.float32] | None = None
     remainder_log_sum_exp: npt.NDArray[np.float32] | None = None
     decoder: RowDecoder | None = None  # of rows that were left as stored
+    # Answer "new_rows": everything above is as of "rows", without scores; of the rows, so many travelled.
+    new_rows: int | None = None

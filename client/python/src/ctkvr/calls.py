@@ -31,6 +31,7 @@ from ctkvr.errors import (
 )
 from ctkvr.progress import Progress, open_progress
 from ctkvr.retry import RetryOptions
+from ctkvr.row_cache import HeldRows, RowCache, StaleAnswer
 from ctkvr.rows import LayerShape
 from ctkvr.v1 import cache_pb2, session_pb2, tensor_pb2
 
@@ -147,6 +148,7 @@ class ClientCore:
         centroids: int | None = None,
         list_tokens: int | None = None,
         tokens_per_cluster: int | None = None,
+        cache_slots: int | None = None,
         maintenance: Literal["auto", "manual"] | None = None,
         lease_seconds: int | None = None,
         fingerprint: bytes = b"",
@@ -161,7 +163,8 @@ class ClientCore:
         is laid over; it has the settings that have no argument here. None leaves the server's default. format is
         "k8v4", "k8v8", "k6v4", "f32", "f16" or "bf16"; centroids and list_tokens size the index of source
         "query_centroids", tokens_per_cluster (0: none) the key clusters that sources search and a remainder is
-        estimated from. Raises NoRoom, InvalidRequest, SessionExists, NotServed.
+        estimated from, cache_slots (0: none) a layer's row cache on this side for answer "new_rows". Raises NoRoom,
+        InvalidRequest, SessionExists, NotServed.
         """
         message = session_pb2.SessionOptions()
         if options is not None:
@@ -170,6 +173,7 @@ class ClientCore:
         codec.set_geometry(message, dtype, {**sizes, "head_dim": head_dim, "value_dim": value_dim})
         for name, value in (
             ("token_limit", token_limit),
+            ("cache_slots", cache_slots),
             ("lease_seconds", lease_seconds),
             ("rotation_seed", rotation_seed),
         ):
@@ -230,6 +234,7 @@ class SessionCore:
             session_id=reply.session.session_id, epoch=reply.session.epoch, fingerprint=fingerprint
         )
         self.decoders = codec.Decoders()
+        self._row_caches: dict[tuple[int, bool], RowCache] = {}  # of retrieve(), by layer and decode_rows
         # Tokens a layer holds; without an entry where an error left that open.
         self._lengths = {layer.layer: layer.length for layer in reply.session.layers}
         self._shapes: dict[int, LayerShape] = {}
@@ -406,13 +411,14 @@ class SessionCore:
 
         queries [positions, q_heads, head_dim], or [q_heads, head_dim] for one position, post-RoPE, of the session's
         dtype; `position` is that of the first. None: they are of the last tokens the layer holds. A query at position
-        p sees positions up to p. answer: "ids", "scores" (and ids), "rows" (keys and values too), or "attention" over
-        the chosen tokens in place of all of them. row_format: what rows (default "f16") or attention ("f32") travel in;
+        p sees positions up to p. answer: "ids", "scores" (and ids), "rows" (keys and values too), "new_rows" (the
+        same without scores, but only rows that this session object does not hold travel), or "attention" over the
+        chosen tokens in place of all of them. row_format: what rows (default "f16") or attention ("f32") travel in;
         "storage" sends a quarter of the bytes, and the rows are decoded here, unless decode_rows is False: then
         Answer.decoder does it, where and when the caller likes, on a GPU say. remainder: estimate the attention over
         everything else too; the session keeps key clusters for it (tokens_per_cluster). local_begin and local_sinks:
         tokens at and after, and the first so many, are attended by the caller and left out.
-        Raises SessionLost, OutOfRange, BeforeIndex, RowOverflow, TooLarge, InvalidRequest.
+        Raises SessionLost, OutOfRange, BeforeIndex, RowOverflow, CacheTooSmall, TooLarge, InvalidRequest.
         """
         shape = self.shape(layer)
         array = codec.query_array(shape, queries)
@@ -431,7 +437,32 @@ class SessionCore:
     ) -> Operation[Answer]:
         if position is None:
             position = max((yield from self.next_position(layer)) - len(queries), 0)
-        query = codec.encode_query(shape, layer, position, queries, settings)
+        held = None
+        if settings.answer == "new_rows":
+            cache = self._row_caches.setdefault((layer, settings.decode_rows), self.make_row_cache())
+            held = HeldRows(cache, cache.version)
+        try:
+            return (yield from self._ask(layer, shape, position, queries, settings, held, timeout))
+        except StaleAnswer:  # another thread's answer has come in between
+            assert held is not None  # noqa: S101 (for mypy)
+            held = HeldRows(held.cache, 0)
+            return (yield from self._ask(layer, shape, position, queries, settings, held, timeout))
+
+    def make_row_cache(self) -> RowCache:
+        """An empty cache for one layer's rows."""
+        return RowCache(self.options.cache_slots)
+
+    def _ask(
+        self,
+        layer: int,
+        shape: LayerShape,
+        position: int,
+        queries: Any,
+        settings: codec.QuerySettings,
+        held: HeldRows | None,
+        timeout: float | None,
+    ) -> Operation[Answer]:
+        query = codec.encode_query(shape, layer, position, queries, settings, held)
         request = cache_pb2.RetrieveRequest(
             items=[cache_pb2.RetrieveItem(session=self.ref, query=query)],
             answer=codec.encode_answer_options(settings, self.decoders.known_generation(layer)),
@@ -442,7 +473,7 @@ class SessionCore:
         status = reply.items[0].status
         if status.code != 0:
             raise from_item_status(status.code, status.message, status.reason, status.metadata)
-        return codec.decode_answer(reply.items[0].answer, layer, shape, self.decoders, settings.decode_rows)
+        return codec.decode_answer(reply.items[0].answer, layer, shape, self.decoders, settings.decode_rows, held)
 
     # ---- The rest ----------------------------------------------------------------------------------------------------
 

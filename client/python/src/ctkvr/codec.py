@@ -14,6 +14,7 @@ import xxhash
 from ctkvr.answer import Answer, AnswerMode, RowFormat, Selection, Sets, Source
 from ctkvr.arrays import STORAGE, DTypeName, elements, from_bfloat16
 from ctkvr.errors import ProtocolError
+from ctkvr.row_cache import HeldRows, NewRows
 from ctkvr.rows import LayerShape, RowDecoder
 from ctkvr.v1 import cache_pb2, session_pb2, tensor_pb2
 
@@ -287,7 +288,12 @@ def query_array(shape: LayerShape, queries: Any) -> npt.NDArray[Any]:
 
 
 def encode_query(
-    shape: LayerShape, layer: int, position: int, queries: npt.NDArray[Any], settings: QuerySettings
+    shape: LayerShape,
+    layer: int,
+    position: int,
+    queries: npt.NDArray[Any],
+    settings: QuerySettings,
+    held: HeldRows | None = None,
 ) -> cache_pb2.Query:
     """As a message. `position` is that of the first query."""
     return cache_pb2.Query(
@@ -297,6 +303,7 @@ def encode_query(
         selection=encode_selection(settings.selection),
         local_begin=settings.local_begin,
         local_sinks=settings.local_sinks,
+        cache_version=0 if held is None else held.version,
     )
 
 
@@ -340,41 +347,56 @@ _ROW_DTYPES: dict[str, str] = {"f32": "float32", "f16": "float16", "bf16": "bflo
 
 
 def decode_answer(
-    message: cache_pb2.Answer, layer: int, shape: LayerShape, decoders: Decoders, decode_rows: bool = True
+    message: cache_pb2.Answer,
+    layer: int,
+    shape: LayerShape,
+    decoders: Decoders,
+    decode_rows: bool = True,
+    held: HeldRows | None = None,
 ) -> Answer:
-    """ProtocolError: sizes that do not fit each other or the layer."""
+    """`held`: of an answer with new rows, which are taken into that cache.
+
+    ProtocolError: sizes that do not fit each other or the layer; StaleAnswer.
+    """
     used = decode_selection(message.used)
     sets, set_heads = shape.kv_heads, shape.group_heads
     if used.reduction == "per_head":
         sets, set_heads = shape.q_heads, 1
-    counts = np.array(message.counts, np.uint32)
-    if len(counts) % sets:
-        raise ProtocolError("INTERNAL", f"answer.counts has {len(counts)} numbers; a multiple of {sets} is expected")
-    counts = counts.reshape(-1, sets)
-    rows = int(counts.sum(dtype=np.int64))
+    counts = _counts(message.counts, sets, "counts")
     attends = message.HasField("output")  # instead of everything a token
-    ids = Sets(
-        np.zeros_like(counts) if attends else counts, _array(message.ids, "<u4", (0 if attends else rows,), "ids")
+    # Whose ids and rows travel.
+    sent = (
+        np.zeros_like(counts)
+        if attends
+        else counts
+        if held is None
+        else _counts(message.new_counts, sets, "new_counts")
     )
+    ids, rows = _array(message.ids, "<u4", (_sum(sent),), "ids"), _sum(counts)
     scores = None
-    if not attends and (message.scores or rows == 0):
+    if not attends and held is None and (message.scores or rows == 0):
         scores = Sets(counts, _array(message.scores, "<f4", (rows * set_heads,), "scores"), set_heads)
     keys = values = decoder = None
     row_format: RowFormat | None = None
-    if message.keys or message.values:
+    key_bytes, value_bytes = message.keys, message.values  # each look copies them
+    if key_bytes or value_bytes or held is not None:
         row_format = cast("RowFormat", enum_name(tensor_pb2.RowFormat, "ROW_FORMAT_", message.row_format))
         if row_format != "storage":
-            arrays = _plain_rows(message, shape, rows, row_format)
+            arrays = _plain_rows(key_bytes, value_bytes, shape, _sum(sent), row_format)
         else:
             decoder = decoders.find(layer, message, shape)
-            arrays = _stored_rows(message, rows, decoder)
+            arrays = _stored_rows(key_bytes, value_bytes, _sum(sent), decoder)
         if decoder is not None and decode_rows:
-            heads = np.repeat(np.tile(np.arange(sets) * set_heads // shape.group_heads, len(counts)), counts.ravel())
+            heads = np.repeat(np.tile(np.arange(sets) * set_heads // shape.group_heads, len(sent)), sent.ravel())
             arrays = decoder.keys(arrays[0], heads), decoder.values(arrays[1])
+        if held is not None:
+            new = _new_rows(message, counts, sent, ids, arrays)
+            taken = held.cache.take(new, held.version)
+            ids, arrays = taken.ids, (taken.keys, taken.values)
         keys, values = (Sets(counts, flat) for flat in arrays)
     return Answer(
         counts=counts,
-        ids=ids,
+        ids=Sets(sent if attends else counts, ids),
         scores=scores,
         keys=keys,
         values=values,
@@ -387,6 +409,7 @@ def decode_answer(
         always_tokens=message.always_tokens,
         code_generation=message.code_generation,
         decoder=None if decode_rows else decoder,
+        new_rows=None if held is None else _sum(sent),
         **{name: _part_of(message, name, len(counts), shape) for name in _PARTS},
     )
 
@@ -410,22 +433,57 @@ def _part_of(message: cache_pb2.Answer, name: str, positions: int, shape: LayerS
     return from_bfloat16(found) if dtype == "bfloat16" else np.asarray(found, np.float32)
 
 
+def _counts(numbers: Any, sets: int, name: str) -> npt.NDArray[np.uint32]:
+    """[P, G]."""
+    counts = np.array(numbers, np.uint32)
+    if len(counts) % sets:
+        raise ProtocolError("INTERNAL", f"answer.{name} has {len(counts)} numbers; a multiple of {sets} is expected")
+    return counts.reshape(-1, sets)
+
+
+def _sum(counts: npt.NDArray[np.uint32]) -> int:
+    return int(counts.sum(dtype=np.int64))
+
+
+def _new_rows(
+    message: cache_pb2.Answer,
+    counts: npt.NDArray[np.uint32],
+    new_counts: npt.NDArray[np.uint32],
+    ids: npt.NDArray[np.uint32],
+    rows: tuple[npt.NDArray[Any], npt.NDArray[Any]],
+) -> NewRows:
+    if counts.shape != new_counts.shape:
+        raise ProtocolError(
+            "INTERNAL", f"answer.new_counts has {new_counts.size} numbers; {counts.size}, as counts, are expected"
+        )
+    return NewRows(
+        counts=counts,
+        slots=_array(message.slots, "<u2", (_sum(counts),), "slots"),
+        new_counts=new_counts,
+        new_slots=_array(message.new_slots, "<u2", (_sum(new_counts),), "new_slots"),
+        ids=ids,
+        keys=rows[0],
+        values=rows[1],
+        version=message.cache_version,
+    )
+
+
 def _plain_rows(
-    message: cache_pb2.Answer, shape: LayerShape, rows: int, row_format: RowFormat
+    keys: bytes, values: bytes, shape: LayerShape, rows: int, row_format: RowFormat
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     dtype = STORAGE[_ROW_DTYPES[row_format]]
     return (
-        _array(message.keys, dtype, (rows, shape.head_dim), "keys"),
-        _array(message.values, dtype, (rows, shape.value_dim), "values"),
+        _array(keys, dtype, (rows, shape.head_dim), "keys"),
+        _array(values, dtype, (rows, shape.value_dim), "values"),
     )
 
 
 def _stored_rows(
-    message: cache_pb2.Answer, rows: int, decoder: RowDecoder
+    keys: bytes, values: bytes, rows: int, decoder: RowDecoder
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     return (
-        _array(message.keys, "u1", (rows, decoder.key_row_bytes), "keys"),
-        _array(message.values, "u1", (rows, decoder.value_row_bytes), "values"),
+        _array(keys, "u1", (rows, decoder.key_row_bytes), "keys"),
+        _array(values, "u1", (rows, decoder.value_row_bytes), "values"),
     )
 
 

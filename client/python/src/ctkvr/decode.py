@@ -12,6 +12,7 @@ from ctkvr import codec
 from ctkvr.answer import Answer, AnswerMode, RowFormat, Selection, Source
 from ctkvr.calls import ClientCore, Operation, SessionCore
 from ctkvr.errors import CtkvrError, ProtocolError, Unavailable, from_item_status, server_restarted
+from ctkvr.row_cache import HeldRows, RowCache
 from ctkvr.v1 import cache_pb2
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class _Item:
     step: Step  # positions filled in
     core: SessionCore
     message: cache_pb2.DecodeItem
+    held: HeldRows | None  # of an answer with new rows
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,8 @@ class DecodeCore:
         self._received = 0
         self._pending: deque[list[_Item]] = deque()
         self._boot_id: int | None = None
+        # Of answers with new rows, by session and layer. The stream's own: its answers come in their order.
+        self._row_caches: dict[tuple[int, int], RowCache] = {}
 
     @property
     def in_flight(self) -> int:
@@ -159,6 +163,7 @@ class DecodeCore:
             assert step.first_position is not None  # noqa: S101 (for mypy)
             message.chunk.CopyFrom(entry.chunk.encode(step.first_position))
             core.set_length(layer, step.first_position + entry.chunk.tokens)
+        held = None
         if entry.queries is not None:
             if step.position is None:
                 length = yield from core.next_position(layer)
@@ -166,9 +171,12 @@ class DecodeCore:
             assert step.position is not None  # noqa: S101 (for mypy)
             shape = core.shape(layer)
             settings = replace(self._settings, local_begin=step.local_begin)
-            query = codec.encode_query(shape, layer, step.position, entry.queries, settings)
+            if settings.answer == "new_rows":
+                cache = self._row_caches.setdefault((core.ref.epoch, layer), core.make_row_cache())
+                held = HeldRows(cache, cache.version)
+            query = codec.encode_query(shape, layer, step.position, entry.queries, settings, held)
             message.query.CopyFrom(query)
-        return _Item(step, core, message)
+        return _Item(step, core, message, held)
 
     def take(self, reply: cache_pb2.DecodeReply) -> list[StepResult]:
         """The results of the oldest message in flight, in the order of its steps."""
@@ -195,7 +203,7 @@ class DecodeCore:
         found = None
         if item.step.queries is not None:
             shape, decoders = item.core.shape(layer), item.core.decoders
-            found = codec.decode_answer(reply.answer, layer, shape, decoders, self._settings.decode_rows)
+            found = codec.decode_answer(reply.answer, layer, shape, decoders, self._settings.decode_rows, item.held)
         return StepResult(layer, reply.length, reply.repeated, None, found)
 
     def end(self, error: CtkvrError | None) -> CtkvrError:
