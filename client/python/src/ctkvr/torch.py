@@ -72,7 +72,8 @@ def attend_rows(
     for position in range(positions):
         for set_ in range(sets):
             heads = query[position, set_ * group : (set_ + 1) * group]
-            key, value = (to_torch(rows[position, set_]).to(query.device) for rows in (answer.keys, answer.values))
+            rows = (part[position, set_] for part in (answer.keys, answer.values))
+            key, value = (to_torch(array, share=True).to(query.device) for array in rows)  # only read
             output, log_sum_exp = attend(
                 heads[None, :, None], key[None, None], value[None, None], scale=scale, softcap=softcap
             )
