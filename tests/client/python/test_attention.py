@@ -118,7 +118,7 @@ def test_an_output_of_other_dims_is_no_answer() -> None:
     message = cache_pb2.Answer(counts=[1] * KV_HEADS)
     message.output.CopyFrom(tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_F32, dims=[1, Q_HEADS, VALUE_DIM + 1]))
     with pytest.raises(errors.ProtocolError, match=r"answer\.output has dims"):
-        codec.decode_answer(message, 0, shape, codec.Decoders())
+        codec.decode_answer(message, (b"", b""), codec.Place(0, shape, codec.Decoders()))
 
 
 def test_parts_merge_to_the_whole(rng: Any, tokens: Tokens) -> None:

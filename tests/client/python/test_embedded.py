@@ -22,6 +22,7 @@ from ctkvr import _engine, errors
 from ctkvr.channel import METHODS, Channel, GrpcChannel, Method
 from ctkvr.embedded import EmbeddedChannel
 from ctkvr.v1 import cache_pb2, session_pb2, tensor_pb2
+from ctkvr.wire import Reply
 from google.protobuf.message import Message
 
 from conftest import GEOMETRY, SEED, Tokens
@@ -76,6 +77,9 @@ def outcome(call: Any) -> Any:
         reply = call()
     except grpc.RpcError as error:
         return told(error)
+    if isinstance(reply, Reply):
+        rows = [bytes(part) for item in range(len(reply.message.items)) for part in reply.rows_of(item)]
+        return scrub(reply.message).SerializeToString(deterministic=True) + b"".join(rows)
     return None if reply is None else scrub(reply).SerializeToString(deterministic=True)
 
 
@@ -98,7 +102,7 @@ class Way:
 
     def remember(self, request: cache_pb2.RetrieveRequest, reply: Any) -> Any:
         """Keeps the versions of a reply."""
-        for item, part in zip(request.items, reply.items, strict=True):
+        for item, part in zip(request.items, reply.message.items, strict=True):
             if part.answer.cache_version:
                 self.versions[item.session.session_id, item.query.layer] = part.answer.cache_version
         return reply

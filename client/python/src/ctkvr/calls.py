@@ -468,12 +468,14 @@ class SessionCore:
             answer=codec.encode_answer_options(settings, self.decoders.known_generation(layer)),
         )
         reply = yield from self._call("Retrieve", request, timeout)
-        if len(reply.items) != 1:
-            raise ProtocolError("INTERNAL", f"the reply has {len(reply.items)} items; 1 was asked for")
-        status = reply.items[0].status
+        items = reply.message.items
+        if len(items) != 1:
+            raise ProtocolError("INTERNAL", f"the reply has {len(items)} items; 1 was asked for")
+        status = items[0].status
         if status.code != 0:
             raise from_item_status(status.code, status.message, status.reason, status.metadata)
-        return codec.decode_answer(reply.items[0].answer, layer, shape, self.decoders, settings.decode_rows, held)
+        place = codec.Place(layer, shape, self.decoders)
+        return codec.decode_answer(items[0].answer, reply.rows_of(0), place, settings.decode_rows, held)
 
     # ---- The rest ----------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ import grpc.aio
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
+from ctkvr import wire
 from ctkvr.v1 import cache_pb2
 
 # gRPC's own default of 4 MiB is too small for rows; the server's limit on the rows of a reply is 256 MiB, this leaves
@@ -43,7 +44,13 @@ class Method:
     name: str
     path: str
     serialize: Callable[[Message], bytes]
-    deserialize: Callable[[bytes], Any]
+    deserialize: Callable[[bytes], Any]  # replies with answers: to wire.Reply
+
+
+def _reader(message_class: Any) -> Callable[[bytes], Any]:
+    items = message_class.DESCRIPTOR.fields_by_name.get("items")
+    has_answers = items is not None and "answer" in items.message_type.fields_by_name
+    return wire.reader(message_class) if has_answers else message_class.FromString
 
 
 def _methods() -> dict[str, Method]:
@@ -53,7 +60,7 @@ def _methods() -> dict[str, Method]:
             method.name,
             f"/{service.full_name}/{method.name}",
             lambda message: message.SerializeToString(),
-            message_factory.GetMessageClass(method.output_type).FromString,
+            _reader(message_factory.GetMessageClass(method.output_type)),
         )
         for method in service.methods
     }

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast
@@ -60,8 +61,9 @@ _FIELD_ENUMS: dict[str, tuple[_Enum, str]] = {
 }
 
 
+@functools.lru_cache(maxsize=256)
 def encode_selection(selection: Selection) -> session_pb2.Selection:
-    """Fields that are None stay unset."""
+    """Fields that are None stay unset. The message is for all who ask: it is copied, not changed."""
     message = session_pb2.Selection()
     for field in fields(selection):
         value = getattr(selection, field.name)
@@ -75,6 +77,12 @@ def encode_selection(selection: Selection) -> session_pb2.Selection:
 
 def decode_selection(message: session_pb2.Selection) -> Selection:
     """Fields that are unset become None."""
+    return _decode_selection(message.SerializeToString())
+
+
+@functools.lru_cache(maxsize=256)  # from step to step it stays the same
+def _decode_selection(data: bytes) -> Selection:
+    message = session_pb2.Selection.FromString(data)
     values: dict[str, Any] = {}
     for field in fields(Selection):
         name = _FIELD_NAMES.get(field.name, field.name)
@@ -343,21 +351,31 @@ class Decoders:
         return self._decoders[key]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Which layer an answer is of."""
+
+    layer: int
+    shape: LayerShape
+    decoders: Decoders  # of its session
+
+
 _ROW_DTYPES: dict[str, str] = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
 def decode_answer(
     message: cache_pb2.Answer,
-    layer: int,
-    shape: LayerShape,
-    decoders: Decoders,
+    rows_sent: tuple[bytes | memoryview, bytes | memoryview],
+    place: Place,
     decode_rows: bool = True,
     held: HeldRows | None = None,
 ) -> Answer:
-    """`held`: of an answer with new rows, which are taken into that cache.
+    """The answer of one layer.
 
-    ProtocolError: sizes that do not fit each other or the layer; StaleAnswer.
+    rows_sent: keys and values, which need not be in the message (ctkvr.wire). held: of an answer with new rows, which
+    are taken into that cache. ProtocolError: sizes that do not fit each other or the layer; StaleAnswer.
     """
+    layer, shape, decoders = place.layer, place.shape, place.decoders
     used = decode_selection(message.used)
     sets, set_heads = shape.kv_heads, shape.group_heads
     if used.reduction == "per_head":
@@ -378,7 +396,7 @@ def decode_answer(
         scores = Sets(counts, _array(message.scores, "<f4", (rows * set_heads,), "scores"), set_heads)
     keys = values = decoder = None
     row_format: RowFormat | None = None
-    key_bytes, value_bytes = message.keys, message.values  # each look copies them
+    key_bytes, value_bytes = rows_sent
     if key_bytes or value_bytes or held is not None:
         row_format = cast("RowFormat", enum_name(tensor_pb2.RowFormat, "ROW_FORMAT_", message.row_format))
         if row_format != "storage":
@@ -469,7 +487,7 @@ def _new_rows(
 
 
 def _plain_rows(
-    keys: bytes, values: bytes, shape: LayerShape, rows: int, row_format: RowFormat
+    keys: bytes | memoryview, values: bytes | memoryview, shape: LayerShape, rows: int, row_format: RowFormat
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     dtype = STORAGE[_ROW_DTYPES[row_format]]
     return (
@@ -479,7 +497,7 @@ def _plain_rows(
 
 
 def _stored_rows(
-    keys: bytes, values: bytes, rows: int, decoder: RowDecoder
+    keys: bytes | memoryview, values: bytes | memoryview, rows: int, decoder: RowDecoder
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     return (
         _array(keys, "u1", (rows, decoder.key_row_bytes), "keys"),
@@ -487,7 +505,7 @@ def _stored_rows(
     )
 
 
-def _array(data: bytes, dtype: npt.DTypeLike, shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
+def _array(data: bytes | memoryview, dtype: npt.DTypeLike, shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
     expected = int(np.prod(shape)) * np.dtype(dtype).itemsize
     if len(data) != expected:
         raise ProtocolError("INTERNAL", f"answer.{name} has {len(data)} bytes; {expected} are expected")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ctkvr import codec
+from ctkvr import codec, wire
 from ctkvr.answer import Answer, AnswerMode, RowFormat, Selection, Source
 from ctkvr.calls import ClientCore, Operation, SessionCore
 from ctkvr.errors import CtkvrError, ProtocolError, Unavailable, from_item_status, server_restarted
@@ -178,21 +178,24 @@ class DecodeCore:
             message.query.CopyFrom(query)
         return _Item(step, core, message, held)
 
-    def take(self, reply: cache_pb2.DecodeReply) -> list[StepResult]:
+    def take(self, reply: wire.Reply) -> list[StepResult]:
         """The results of the oldest message in flight, in the order of its steps."""
         self._received += 1
         items = self._pending.popleft()
-        if reply.sequence != self._received or len(reply.items) != len(items):
+        parts = reply.message.items
+        if reply.message.sequence != self._received or len(parts) != len(items):
             raise ProtocolError(
                 "INTERNAL",
-                f"reply {reply.sequence} with {len(reply.items)} items came; "
+                f"reply {reply.message.sequence} with {len(parts)} items came; "
                 f"{self._received} with {len(items)} was expected",
             )
         if reply.header.boot_id != self._boot_id:
             raise server_restarted(self._boot_id or 0, reply.header.boot_id)
-        return [self._result(item, part) for item, part in zip(items, reply.items, strict=True)]
+        return [self._result(item, parts[number], reply.rows_of(number)) for number, item in enumerate(items)]
 
-    def _result(self, item: _Item, reply: cache_pb2.DecodeReplyItem) -> StepResult:
+    def _result(
+        self, item: _Item, reply: cache_pb2.DecodeReplyItem, rows: tuple[bytes | memoryview, bytes | memoryview]
+    ) -> StepResult:
         layer = item.step.layer
         status = reply.status  # of the append, where that failed
         if status.code:
@@ -202,8 +205,8 @@ class DecodeCore:
             return StepResult(layer, reply.length, reply.repeated, error, None)
         found = None
         if item.step.queries is not None:
-            shape, decoders = item.core.shape(layer), item.core.decoders
-            found = codec.decode_answer(reply.answer, layer, shape, decoders, self._settings.decode_rows, item.held)
+            place = codec.Place(layer, item.core.shape(layer), item.core.decoders)
+            found = codec.decode_answer(reply.answer, rows, place, self._settings.decode_rows, item.held)
         return StepResult(layer, reply.length, reply.repeated, None, found)
 
     def end(self, error: CtkvrError | None) -> CtkvrError:
