@@ -5,11 +5,13 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <map>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "kernels/base/status_macros.h"
 #include "server/engine_options.h"
+#include "server/memory_limit.h"
 
 namespace ctkvr {
 namespace {
@@ -135,22 +137,44 @@ absl::Status CheckAddress(const Values& values, const std::string& name, const s
   return encrypted ? absl::OkStatus() : CheckPlaintext(values, name, address);
 }
 
-absl::StatusOr<Config> MakeConfig(const Values& values) {
+// What is derived where a setting is 0, for --print-config to say.
+using Derived = std::map<std::string, std::string>;
+
+absl::Status DeriveMemory(const Values& values, EngineOptions& options, Derived& derived) {
+  const MemoryLimit limit = ReadMemoryLimit();
+  const MemoryUse use{.lanes = options.lanes,
+                      .scratch_bytes = options.scratch_bytes,
+                      .record_bytes = values.record.empty() ? 0 : values.record_bytes};
+  if (values.arena_bytes != 0) return CheckArenaBytes(values.arena_bytes, limit, use);
+  CTKVR_ASSIGN_OR_RETURN(options.arena_bytes, DeriveArenaBytes(limit, use, FindSetting("arena_bytes")->least));
+  derived["arena_bytes"] = absl::StrCat("Here 0 is ", FormatBytes(options.arena_bytes), ": ", Describe(limit), " less ",
+                                        DescribeHeadroom(limit, use));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Config> MakeConfig(const Values& values, Derived& derived) {
   CTKVR_RETURN_IF_ERROR(CheckAddress(values, "listen_address", values.listen_address));
   if (!values.metrics_address.empty()) {
     CTKVR_RETURN_IF_ERROR(CheckAddress(values, "metrics_address", values.metrics_address));
   }
+  if (!values.admin_address.empty()) {
+    CTKVR_RETURN_IF_ERROR(CheckAddress(values, "admin_address", values.admin_address));
+  }
   Config config;
   config.listen_address = values.listen_address;
   config.metrics_address = values.metrics_address;
+  config.admin_address = values.admin_address;
   config.tls_certificate = values.tls_certificate;
   config.tls_key = values.tls_key;
   config.tls_client_ca = values.tls_client_ca;
   config.backend = values.backend;
   config.engine = MakeEngineOptions(values);
+  if (values.lanes == 0) derived["lanes"] = absl::StrCat("Here 0 is ", config.engine.lanes);
+  CTKVR_RETURN_IF_ERROR(DeriveMemory(values, config.engine, derived));
   config.log.level = obs::ParseLogLevel(values.log_level).value();  // settings.h lets no other name through
   config.log.format = obs::ParseLogFormat(values.log_format).value();
   config.log.access = values.access_log;
+  config.slow_call = std::chrono::milliseconds(values.slow_call_ms);
   config.drain = std::chrono::seconds(values.drain_seconds);
   config.ready_file = values.ready_file;
   config.record = {.directory = values.record, .bytes_max = values.record_bytes};
@@ -170,8 +194,9 @@ absl::StatusOr<ParsedArguments> ParseArguments(const std::vector<std::string>& a
   for (const Given& given : line.given) {
     CTKVR_RETURN_IF_ERROR(table.Set(*given.setting, given.text, given.given_as));
   }
-  CTKVR_ASSIGN_OR_RETURN(parsed.config, MakeConfig(table.values()));
-  if (line.action == Action::kPrintConfig) parsed.printed = table.Print();
+  Derived derived;
+  CTKVR_ASSIGN_OR_RETURN(parsed.config, MakeConfig(table.values(), derived));
+  if (line.action == Action::kPrintConfig) parsed.printed = table.Print(derived);
   return parsed;
 }
 

@@ -30,12 +30,14 @@ inline constexpr int kExitUsage = 2;   // a bad flag, variable or file
 struct Config {
   std::string listen_address;
   std::string metrics_address;  // empty: no page
+  std::string admin_address;    // empty: no Admin service
   std::string tls_certificate;  // paths; empty: no TLS
   std::string tls_key;
   std::string tls_client_ca;
   std::string backend;
   EngineOptions engine;  // resolved: lanes and arena_bytes are never 0
   obs::LogOptions log;
+  std::chrono::milliseconds slow_call{50};  // 0: none is
   std::chrono::seconds drain{25};
   std::string ready_file;         // empty: none
   obs::Recorder::Options record;  // directory empty: nothing is recorded

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_join.h"
 #include "kernels/base/status_macros.h"
+#include "server/memory_limit.h"
 
 namespace ctkvr {
 namespace {
@@ -23,7 +24,8 @@ EngineOptions MakeEngineOptions(const Values& values) {
   const uint64_t arena_least = FindSetting("arena_bytes")->least;
   EngineOptions options;
   options.lanes = values.lanes == 0 ? processors : static_cast<uint32_t>(values.lanes);
-  options.arena_bytes = values.arena_bytes == 0 ? std::max(UsableMemoryBytes() / 2, arena_least) : values.arena_bytes;
+  options.arena_bytes =
+      values.arena_bytes == 0 ? std::max(ReadMemoryLimit().bytes / 2, arena_least) : values.arena_bytes;
   options.scratch_bytes = values.scratch_bytes;
   options.queue_items_max = static_cast<uint32_t>(values.queue_items_max);
   options.sessions_max = static_cast<uint32_t>(values.sessions_max);

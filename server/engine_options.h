@@ -13,7 +13,8 @@
 
 namespace ctkvr {
 
-// Resolved: lanes and arena_bytes are never 0. No observer.
+// Resolved: lanes and arena_bytes are never 0. No observer. An arena that is not asked for is half of the memory that
+// this process may use: it has other uses for the rest. ctkvrd has none (memory_limit.h).
 EngineOptions MakeEngineOptions(const Values& values);
 
 // The values of settings given by name, defaults for all others. INVALID_ARGUMENT: a name that is none of the engine's

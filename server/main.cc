@@ -6,8 +6,10 @@
 
 #include <cstdio>
 
+#include "absl/strings/str_cat.h"
 #include "kernels/backend_registry.h"
 #include "server/config.h"
+#include "server/memory_limit.h"
 #include "server/obs/ready_file.h"
 #include "server/rpc/engine_facts.h"
 #include "server/rpc/grpc_server.h"
@@ -26,6 +28,15 @@ int Print(const std::string& text) {
   return std::fflush(stdout) == 0 ? kExitOk : kExitFailed;
 }
 
+// What was asked for and what there is, where it cannot be had.
+absl::Status WithMemory(const EngineOptions& options, const absl::Status& status) {
+  if (!absl::IsResourceExhausted(status)) return status;
+  return absl::ResourceExhaustedError(absl::StrCat(std::string(status.message()), "; arena_bytes is ",
+                                                   FormatBytes(options.arena_bytes), ", scratch_bytes ",
+                                                   FormatBytes(options.scratch_bytes), " for each of ", options.lanes,
+                                                   " lanes; this process may use ", Describe(ReadMemoryLimit())));
+}
+
 rpc::TlsFiles Tls(const Config& config) {
   return {.certificate = config.tls_certificate, .key = config.tls_key, .client_ca = config.tls_client_ca};
 }
@@ -39,7 +50,21 @@ int Check(const Config& config) {
   return backend.ok() ? kExitOk : Refuse(log, backend.status());
 }
 
-int Serve(const Config& config, const StopSignals& stop) {
+// Waits for a signal, a request or a lost device, and drains. Returns whether all calls finished.
+bool DrainWhenAsked(const Config& config, StopSignals& stop, const rpc::Edge& edge, rpc::GrpcServer& server) {
+  const int cause = stop.Await([&] { return edge.engine.healthy(); });
+  const bool requested = cause == StopSignals::kRequested;
+  // A second signal ends the process at once. After a request the first is not yet one: it comes from a supervisor that
+  // does not know of the request.
+  stop.Release(requested ? 1 : 0);
+  edge.log.Info("draining", {{"signal", int64_t{requested ? 0 : cause}},
+                             {"requested", requested},
+                             {"device_healthy", edge.engine.healthy()},
+                             {"drain_seconds", int64_t{config.drain.count()}}});
+  return server.Drain(config.drain);
+}
+
+int Serve(const Config& config, StopSignals& stop) {
   obs::Log log(config.log);
   rpc::RouteGrpcLog(&log);
   auto backend = CreateBackend(config.backend);
@@ -54,35 +79,41 @@ int Serve(const Config& config, const StopSignals& stop) {
     engine_options.observer = recorder.get();
   }
   auto engine = Engine::Create(engine_options, **backend, clock);
-  if (!engine.ok()) return Refuse(log, engine.status());
+  if (!engine.ok()) return Refuse(log, WithMemory(config.engine, engine.status()));
   obs::Metrics metrics((*engine)->stats(), [&] { return rpc::SampleEngine(**engine); },
                        rpc::EngineFacts(**engine, kVersion));
   rpc::Access access;
+  obs::SlowCalls slow_calls(config.slow_call);
+  const rpc::Edge edge{
+      .engine = **engine, .clock = clock, .metrics = metrics, .log = log, .access = access, .slow_calls = slow_calls};
   auto server =
-      rpc::GrpcServer::Start({.address = config.listen_address, .version = kVersion, .tls = Tls(config)},
-                             {.engine = **engine, .clock = clock, .metrics = metrics, .log = log, .access = access});
+      rpc::GrpcServer::Start({.address = config.listen_address, .version = kVersion, .tls = Tls(config)}, edge);
   if (!server.ok()) return Refuse(log, server.status());
+  std::unique_ptr<rpc::AdminServer> admin;
+  if (!config.admin_address.empty()) {
+    auto started = rpc::AdminServer::Start(
+        {.address = config.admin_address, .version = kVersion, .tls = Tls(config)}, edge,
+        {.version = kVersion, .drain = config.drain, .start_drain = [&stop] { stop.Request(); }});
+    if (!started.ok()) return Refuse(log, started.status());
+    admin = *std::move(started);
+  }
   auto metrics_address = metrics.Expose(config.metrics_address);
   if (!metrics_address.ok()) return Refuse(log, metrics_address.status());
   auto ready = obs::WriteReadyFile(config.ready_file, {(*server)->address(), *metrics_address, (*engine)->boot_id()});
   if (!ready.ok()) return Refuse(log, ready);
   log.Info("serving", {{"listen_address", (*server)->address()},
                        {"metrics_address", *metrics_address},
+                       {"admin_address", admin == nullptr ? std::string() : admin->address()},
                        {"device", (*engine)->backend_info().device},
                        {"lanes", uint64_t{config.engine.lanes}},
                        {"arena_bytes", uint64_t{config.engine.arena_bytes}},
                        {"boot_id", (*engine)->boot_id()}});
-  const int signal_number = stop.Await([&] { return (*engine)->healthy(); });
-  stop.Release();  // a second signal ends the process at once
-  const bool healthy = (*engine)->healthy();
-  log.Info("draining", {{"signal", int64_t{signal_number}},
-                        {"device_healthy", healthy},
-                        {"drain_seconds", int64_t{config.drain.count()}}});
-  const bool finished = (*server)->Drain(config.drain);
+  const bool finished = DrainWhenAsked(config, stop, edge, **server);
+  admin.reset();                                   // it has told of the drain until now
   (*engine)->Drain(std::chrono::milliseconds(0));  // no call is left: this ends maintenance and sessions
   rpc::RouteGrpcLog(nullptr);
   log.Info("stopped", {{"all_work_finished", finished}});
-  return finished && healthy ? kExitOk : kExitFailed;
+  return finished && (*engine)->healthy() ? kExitOk : kExitFailed;
 }
 
 }  // namespace
@@ -109,6 +140,6 @@ int main(int argc, char** argv) {
     case ctkvr::Action::kServe:
       break;
   }
-  const ctkvr::StopSignals stop;  // before any thread starts
+  ctkvr::StopSignals stop;  // before any thread starts
   return ctkvr::Serve(parsed->config, stop);
 }

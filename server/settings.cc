@@ -2,8 +2,6 @@
 
 #include "server/settings.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -20,6 +18,7 @@
 #include "kernels/base/check.h"
 #include "kernels/base/status_macros.h"
 #include "server/core/limits.h"
+#include "server/memory_limit.h"
 #include "toml++/toml.h"
 
 namespace ctkvr {
@@ -66,7 +65,7 @@ absl::Status SetNumber(const Setting& setting, const std::string& text, const st
   } else if (!absl::SimpleAtoi(text, &value)) {
     return Refuse(given_as, text, "a whole number, " + setting.limit());
   }
-  const uint64_t most = setting.most == Setting::kUsableMemory ? UsableMemoryBytes() : setting.most;
+  const uint64_t most = setting.most == Setting::kUsableMemory ? ReadMemoryLimit().bytes : setting.most;
   const bool is_auto = setting.zero_is_auto && value == 0;
   if (!is_auto && (value < setting.least || value > most)) {
     const std::string usable = most == setting.most ? "" : absl::StrCat(", ", FormatBytes(most));
@@ -112,13 +111,6 @@ const char* FileType(const Setting& setting) {
   return std::holds_alternative<uint64_t Values::*>(setting.field) ? "a whole number" : "a string";
 }
 
-// 0: none, or none that can be read.
-uint64_t ReadLimitFile(const char* path) {
-  uint64_t bytes = 0;
-  std::ifstream file(path);
-  return file >> bytes ? bytes : 0;
-}
-
 }  // namespace
 
 absl::StatusOr<uint64_t> ParseBytes(const std::string& text) {
@@ -151,15 +143,6 @@ std::string FormatBytes(uint64_t bytes) {
     suffix = next;
   }
   return std::to_string(bytes) + suffix;
-}
-
-uint64_t UsableMemoryBytes() {
-  const auto pages = static_cast<uint64_t>(std::max(1L, sysconf(_SC_PHYS_PAGES)));
-  uint64_t bytes = pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  for (const char* path : {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"}) {
-    if (const uint64_t limit = ReadLimitFile(path); limit != 0) bytes = std::min(bytes, limit);
-  }
-  return bytes;
 }
 
 std::string Setting::variable() const { return "CTKVR_" + absl::AsciiStrToUpper(name); }
@@ -250,13 +233,16 @@ std::string ValueTable::Text(const Setting& setting) const {
   return std::visit(Visitor{setting, values_}, setting.field);
 }
 
-std::string ValueTable::Print() const {
+std::string ValueTable::Print(const std::map<std::string, std::string>& derived) const {
   std::string page;
   for (const Setting& setting : Settings()) {
     const std::string limit = setting.limit();
     absl::StrAppend(&page, page.empty() ? "" : "\n", "# ", setting.help, "\n# ", setting.unit,
-                    limit.empty() ? "" : "; ", limit, "; from: ", origins_[IndexOf(setting)], "\n", setting.name, " = ",
-                    Text(setting), "\n");
+                    limit.empty() ? "" : "; ", limit, "; from: ", origins_[IndexOf(setting)], "\n");
+    if (const auto found = derived.find(setting.name); found != derived.end()) {
+      absl::StrAppend(&page, "# ", found->second, "\n");
+    }
+    absl::StrAppend(&page, setting.name, " = ", Text(setting), "\n");
   }
   return page;
 }

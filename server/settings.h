@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <span>
 #include <string>
 #include <variant>
@@ -28,13 +29,11 @@ inline constexpr uint32_t kLanesMax = 256;
 absl::StatusOr<uint64_t> ParseBytes(const std::string& text);
 std::string FormatBytes(uint64_t bytes);  // the shortest text that ParseBytes reads back
 
-// Memory that this process may use: the machine's, or its cgroup's limit where that is lower.
-uint64_t UsableMemoryBytes();
-
 // What is set, as it was given; config.h resolves it. Defaults stand in the table.
 struct Values {
   std::string listen_address;
   std::string metrics_address;
+  std::string admin_address;
   bool allow_plaintext = false;
   std::string tls_certificate;
   std::string tls_key;
@@ -52,6 +51,7 @@ struct Values {
   std::string log_level;
   std::string log_format;
   bool access_log = false;
+  uint64_t slow_call_ms = 0;
   uint64_t drain_seconds = 0;
   std::string ready_file;
 };
@@ -61,7 +61,7 @@ struct Setting {
   // A double is a share, 0 to 1.
   using Field = std::variant<std::string Values::*, bool Values::*, uint64_t Values::*, double Values::*>;
 
-  // `most` of a size whose limit is UsableMemoryBytes().
+  // `most` of a size whose limit is ReadMemoryLimit() (memory_limit.h).
   static constexpr uint64_t kUsableMemory = UINT64_MAX;
   static constexpr char kBoolUnit[] = "true or false";
 
@@ -104,7 +104,8 @@ class ValueTable {
 
   const Values& values() const { return values_; }
   // A file that ReadFile reads back to the same values; each line with its limit and where the value came from.
-  std::string Print() const;
+  // `derived` says of a setting that is 0 for "as fits" what that came to.
+  std::string Print(const std::map<std::string, std::string>& derived = {}) const;
 
  private:
   std::string Text(const Setting& setting) const;  // as TOML

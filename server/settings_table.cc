@@ -70,7 +70,9 @@ std::vector<Setting> EngineSettings() {
        .zero_is_auto = true,
        .least = kMebi,
        .most = Setting::kUsableMemory,
-       .help = "Memory for all sessions, admitted when they open. 0: half of the memory this process may use."},
+       .help =
+           "Memory for all sessions, admitted when they open. 0: what this process may use, by its cgroup or else the "
+           "machine, less headroom for all else it needs."},
       {.name = "scratch_bytes",
        .unit = kSizeUnit,
        .default_text = "256MiB",
@@ -122,12 +124,32 @@ std::vector<Setting> ProcessSettings() {
        .field = &Values::drain_seconds,
        .least = 0,
        .most = 3600,
-       .help = "Time that running calls have to finish after SIGTERM or SIGINT."},
+       .help = "Time that running calls have to finish once a drain starts."},
       {.name = "ready_file",
        .unit = "path",
        .default_text = "",
        .field = &Values::ready_file,
        .help = "File that receives the addresses taken, as JSON, once the server serves. Empty: none."},
+  };
+}
+
+// What those who run the server may ask it.
+std::vector<Setting> AdminSettings() {
+  return {
+      {.name = "admin_address",
+       .unit = "address",
+       .default_text = "",
+       .field = &Values::admin_address,
+       .help = "Address of service ctkvr.v1.Admin, which closes sessions of all tenants and drains: host:port or "
+               "unix:/path, best on this machine alone. Empty: not served."},
+      {.name = "slow_call_ms",
+       .unit = "milliseconds",
+       .default_text = "50",
+       .field = &Values::slow_call_ms,
+       .least = 0,
+       .most = 3'600'000,
+       .help =
+           "Calls that take as long are kept for ctkvr-cli admin slow-calls, the newest 32 of each method. 0: none."},
   };
 }
 
@@ -165,7 +187,7 @@ std::vector<Setting> TruthSettings() {
 const std::vector<Setting>& Table() {
   static const auto* const table = [] {
     auto* rows = new std::vector<Setting>(EngineSettings());
-    for (const std::vector<Setting>& more : {ProcessSettings(), TruthSettings()}) {
+    for (const std::vector<Setting>& more : {ProcessSettings(), AdminSettings(), TruthSettings()}) {
       rows->insert(rows->end(), more.begin(), more.end());
     }
     return rows;

@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "client/cli/admin.h"
 #include "client/cli/bench.h"
 #include "client/cli/credentials.h"
 #include "client/cli/inspect.h"
@@ -21,6 +22,7 @@
 #include "client/cli/replay.h"
 #include "client/cli/size.h"
 #include "client/cli/trace.h"
+#include "ctkvr/client/admin.h"
 #include "ctkvr/client/client.h"
 
 namespace ctkvr::cli {
@@ -39,6 +41,7 @@ struct Flags {
   double min_needle_share = 0;
   BenchFlags bench;
   SizeFlags size;
+  AdminFlags admin;
 };
 
 void Print(const nlohmann::json& json) { Write(stdout, fmt::format("{}\n", json.dump(1))); }
@@ -146,6 +149,15 @@ int RunBench(const client::Client& client, const Flags& flags) {
   return 0;
 }
 
+int Administer(const CLI::App& command, const std::shared_ptr<grpc::ChannelCredentials>& credentials,
+               const Flags& flags) {
+  const auto admin = client::Admin::Connect({.address = flags.admin.address, .credentials = credentials});
+  const auto result = RunAdmin(command, *admin, flags.admin, flags.json);
+  if (!result.ok()) return Fail(result.status());
+  Write(stdout, result->text);
+  return result->good ? 0 : kExitFailed;
+}
+
 int PrintSize(const Flags& flags) {
   const auto report = Size(flags.size);
   if (!report.ok()) {
@@ -230,6 +242,7 @@ int Main(int argc, char** argv) {
   AddReplay(app, &flags);
   AddBench(app, &flags);
   AddSize(app, &flags.size);
+  const CLI::App* admin = AddAdmin(app, &flags.admin);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {  // CLI11 has no other way; it also says --help like this
@@ -241,6 +254,7 @@ int Main(int argc, char** argv) {
     Fail(credentials.status());
     return kExitUsage;
   }
+  if (app.got_subcommand("admin")) return Administer(*admin, *credentials, flags);
   const auto client = client::Client::Connect({.address = flags.address, .credentials = *credentials});
   if (!client.ok()) return Fail(client.status());
   if (app.got_subcommand("info")) return Info(**client, flags);

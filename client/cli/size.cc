@@ -29,9 +29,6 @@ constexpr std::array<ModelGeometry, 13> kModels = {{{"llama-3-8b", 32, 32, 8, 12
                                                     {"phi-3-mini", 32, 32, 32, 96},
                                                     {"smollm2-135m", 30, 9, 3, 64}}};
 
-// The program, its libraries and the messages of calls that run; a server of this size was seen with less.
-constexpr uint64_t kProgramBytes = uint64_t{1} << 30;
-
 absl::StatusOr<ModelGeometry> FindGeometry(const SizeFlags& flags) {
   ModelGeometry geometry{.name = "", .layers = 0, .q_heads = 0, .kv_heads = 0, .head_dim = 0};
   for (const ModelGeometry& model : kModels) {
@@ -123,7 +120,7 @@ absl::StatusOr<SizeReport> Size(const SizeFlags& flags) {
   report.arena_bytes = flags.sessions * report.session_bytes;
   report.slot_table_bytes = flags.sessions * Session::SlotTableBytes(*config);
   const uint64_t scratch_bytes = uint64_t{flags.lanes} * flags.scratch_mib << 20;
-  report.server_bytes = report.arena_bytes + scratch_bytes + report.slot_table_bytes + kProgramBytes;
+  report.server_bytes = report.arena_bytes + scratch_bytes + limits::kSlotTableBytesMax + limits::kProgramBytes;
   return report;
 }
 
@@ -138,13 +135,15 @@ std::string SizeText(const SizeReport& report, const SizeFlags& flags) {
   add("a session in " + flags.format, report.session_bytes);
   add("a token of it", report.session_bytes / report.tokens);
   add(fmt::format("arena for {} sessions", Count(flags.sessions)), report.arena_bytes);
-  add("slot tables beside it", report.slot_table_bytes);
+  add("slot tables beside it, of " + bytes(limits::kSlotTableBytesMax), report.slot_table_bytes);
   add(fmt::format("server, {} lanes", flags.lanes), report.server_bytes);
   return fmt::format("{} layers, {} query heads, {} KV heads, head_dim {}; {} tokens a session\n", geometry.layers,
                      geometry.q_heads, geometry.kv_heads, geometry.head_dim, Count(report.tokens)) +
          table.ToString() +
-         fmt::format("a session is {} of f32\n\nctkvrd --arena_bytes={} --lanes={} --scratch_bytes={}MiB\n",
-                     Percent(share), report.arena_bytes, flags.lanes, flags.scratch_mib);
+         fmt::format(
+             "a session is {} of f32\n\nctkvrd --arena_bytes={} --lanes={} --scratch_bytes={}MiB\n"
+             "In a cgroup of {} bytes it takes this arena by itself.\n",
+             Percent(share), report.arena_bytes, flags.lanes, flags.scratch_mib, report.server_bytes);
 }
 
 nlohmann::json SizeJson(const SizeReport& report) {

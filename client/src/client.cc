@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "ctkvr/client/client.h"
 
-#include <grpc/grpc.h>
-#include <grpcpp/create_channel.h>
-#include <grpcpp/security/credentials.h>
-
 #include <random>
 #include <utility>
 
@@ -16,37 +12,7 @@
 namespace ctkvr::client {
 namespace {
 
-// gRPC waits a second before it dials again, longer than all attempts of a retried call together. Its lower bound on
-// that wait stays as it is: the same number bounds how long one connection may take.
-constexpr int kReconnectBackoffInitialMs = 100;
-constexpr int kReconnectBackoffMaxMs = 5000;
 constexpr uint32_t kListPageSize = 1000;
-
-grpc::ChannelArguments ChannelArgumentsOf(const ConnectOptions& options) {
-  grpc::ChannelArguments arguments;
-  arguments.SetMaxReceiveMessageSize(static_cast<int>(options.receive_bytes_max));
-  arguments.SetMaxSendMessageSize(-1);  // the server's limit is the one that counts
-  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectBackoffInitialMs);
-  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kReconnectBackoffMaxMs);
-  // Two clients of one process are two connections.
-  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  if (options.keepalive_interval.count() > 0) {
-    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, static_cast<int>(options.keepalive_interval.count()));
-    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, static_cast<int>(options.keepalive_timeout.count()));
-    arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
-  }
-  return arguments;
-}
-
-// gRPC's last user waits for its background poller, now and then for ten seconds. So this process keeps gRPC for good
-// once it has connected, and destroying a client stays quick.
-void KeepGrpc() {
-  static const bool kept = [] {
-    grpc_init();
-    return true;
-  }();
-  static_cast<void>(kept);
-}
 
 std::string RandomSessionId() {
   std::random_device device;
@@ -60,10 +26,7 @@ Client::Client(std::shared_ptr<Core> core) : core_(std::move(core)) {}
 Client::~Client() = default;
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ConnectOptions& options) {
-  KeepGrpc();
-  const auto credentials = options.credentials ? options.credentials : grpc::InsecureChannelCredentials();
-  auto core = std::make_shared<Core>(
-      grpc::CreateCustomChannel(options.address, credentials, ChannelArgumentsOf(options)), options);
+  auto core = std::make_shared<Core>(MakeChannel(options), options);
   const auto info = core->FetchInfo(core->DeadlineOf({}));
   if (!info.ok()) return Annotate(info.status(), options.address);
   return std::unique_ptr<Client>(new Client(std::move(core)));
@@ -177,6 +140,7 @@ std::unique_ptr<DecodeStream> Client::StartDecode(const DecodeStreamOptions& opt
   state->core = core_;
   state->options = options;
   if (options.call.timeout) state->context.set_deadline(core_->DeadlineOf(options.call));
+  AddTraceparent(core_->options(), state->context);
   state->stream = core_->stub().Decode(&state->context);
   return std::unique_ptr<DecodeStream>(new DecodeStream(std::move(state)));
 }

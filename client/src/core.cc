@@ -1,13 +1,71 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "client/src/core.h"
 
+#include <grpc/grpc.h>
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+
+#include <algorithm>
 #include <string>
 #include <utility>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "ctkvr/client/error.h"
 
 namespace ctkvr::client {
+namespace {
+
+// gRPC waits a second before it dials again, longer than all attempts of a retried call together. Its lower bound on
+// that wait stays as it is: the same number bounds how long one connection may take.
+constexpr int kReconnectBackoffInitialMs = 100;
+constexpr int kReconnectBackoffMaxMs = 5000;
+
+grpc::ChannelArguments ChannelArgumentsOf(const ConnectOptions& options) {
+  grpc::ChannelArguments arguments;
+  arguments.SetMaxReceiveMessageSize(static_cast<int>(options.receive_bytes_max));
+  arguments.SetMaxSendMessageSize(-1);  // the server's limit is the one that counts
+  arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, kReconnectBackoffInitialMs);
+  arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, kReconnectBackoffMaxMs);
+  // Two clients of one process are two connections.
+  arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  if (options.keepalive_interval.count() > 0) {
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS, static_cast<int>(options.keepalive_interval.count()));
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, static_cast<int>(options.keepalive_timeout.count()));
+    arguments.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  }
+  return arguments;
+}
+
+// gRPC's last user waits for its background poller, now and then for ten seconds. So this process keeps gRPC for good
+// once it has connected, and destroying a client stays quick.
+void KeepGrpc() {
+  static const bool kept = [] {
+    grpc_init();
+    return true;
+  }();
+  static_cast<void>(kept);
+}
+
+// What gRPC takes as metadata and a server may understand: else no call would get through.
+bool IsTraceparent(const std::string& text) {
+  const auto allowed = [](unsigned char c) { return c == '-' || absl::ascii_isalnum(c); };
+  return text.size() >= 55 && std::all_of(text.begin(), text.end(), allowed);
+}
+
+}  // namespace
+
+std::shared_ptr<grpc::Channel> MakeChannel(const ConnectOptions& options) {
+  KeepGrpc();
+  const auto credentials = options.credentials ? options.credentials : grpc::InsecureChannelCredentials();
+  return grpc::CreateCustomChannel(options.address, credentials, ChannelArgumentsOf(options));
+}
+
+void AddTraceparent(const ConnectOptions& options, grpc::ClientContext& context) {
+  if (!options.traceparent) return;
+  const std::string text = options.traceparent();
+  if (IsTraceparent(text)) context.AddMetadata("traceparent", text);
+}
 
 absl::Status ServerRestarted(uint64_t expected_boot_id, uint64_t boot_id) {
   return MakeStatus(absl::StatusCode::kAborted,

@@ -25,6 +25,11 @@ namespace ctkvr::client {
 // ABORTED, SERVER_RESTARTED: the error of a reply from another boot.
 absl::Status ServerRestarted(uint64_t expected_boot_id, uint64_t boot_id);
 
+// Contacts nobody.
+std::shared_ptr<grpc::Channel> MakeChannel(const ConnectOptions& options);
+// Asks ConnectOptions.traceparent for the call that begins; what is no such text is left out.
+void AddTraceparent(const ConnectOptions& options, grpc::ClientContext& context);
+
 class Core {
  public:
   Core(const std::shared_ptr<grpc::Channel>& channel, ConnectOptions options);
@@ -44,6 +49,7 @@ class Core {
     return RunWithRetries(options_.retry, deadline, repeat, [&](Deadline until) {
       grpc::ClientContext context;
       context.set_deadline(until);
+      AddTraceparent(options_, context);
       reply->Clear();
       return FromGrpc(((*stub_).*method)(&context, request, reply));
     });

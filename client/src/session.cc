@@ -74,6 +74,7 @@ absl::StatusOr<std::unique_ptr<AppendStream>> Session::StartAppend(const CallOpt
   state->options = state_->options;
   state->boot_id = state_->boot_id;
   if (call.timeout) state->context.set_deadline(state_->core->DeadlineOf(call));
+  AddTraceparent(state_->core->options(), state->context);
   state->writer = state_->core->stub().AppendStream(&state->context, &state->reply);
   return std::unique_ptr<AppendStream>(new AppendStream(std::move(state)));
 }

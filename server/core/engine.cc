@@ -321,6 +321,12 @@ EngineMemory Engine::memory() const {
           .slot_table_bytes = impl_->slot_table_budget.used()};
 }
 
+std::vector<LaneState> Engine::lanes() const {
+  std::vector<LaneState> states;
+  for (const auto& lane : impl_->lanes) states.push_back(lane->State());
+  return states;
+}
+
 bool Engine::RunLane(uint32_t lane) {
   CTKVR_CHECK(!impl_->options.threads && lane < impl_->lanes.size());
   return impl_->lanes[lane]->RunOnce();

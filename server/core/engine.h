@@ -56,6 +56,15 @@ struct EngineMemory {
   uint64_t slot_table_bytes = 0;  // host memory beside the arena
 };
 
+// A lane as it is now.
+struct LaneState {
+  uint64_t sessions = 0;
+  uint64_t planned_bytes = 0;               // of its sessions, open or on their way
+  uint64_t queued_items = 0;                // calls that wait
+  std::chrono::nanoseconds oldest_wait{0};  // of these
+  std::chrono::nanoseconds working_for{0};  // on the batch it has taken; 0: on none
+};
+
 class Engine {
  public:
   // `backend` and `clock` must outlive the engine.
@@ -93,6 +102,7 @@ class Engine {
   bool healthy() const;
   const Stats& stats() const;
   EngineMemory memory() const;
+  std::vector<LaneState> lanes() const;  // waits for no lane
   const EngineOptions& options() const;
   BackendInfo backend_info() const;
 

@@ -90,6 +90,16 @@ absl::Status Lane::Post(Task& task) {
   return absl::OkStatus();
 }
 
+LaneState Lane::State() {
+  const TimePoint now = shared_.clock.Now();
+  LaneState state{.sessions = sessions_.load(std::memory_order_relaxed), .planned_bytes = planned_bytes()};
+  const std::lock_guard lock(mutex_);
+  state.queued_items = queue_.size();
+  if (!queue_.empty()) state.oldest_wait = now - queue_.front().arrived;
+  if (batch_start_.has_value()) state.working_for = now - *batch_start_;
+  return state;
+}
+
 // ---- Running -------------------------------------------------------------------------------------------------------
 
 bool Lane::RunOnce() {
@@ -98,6 +108,7 @@ bool Lane::RunOnce() {
     const std::lock_guard lock(mutex_);
     batch.swap(queue_);
     busy_ = true;
+    if (!batch.empty()) batch_start_ = shared_.clock.Now();
   }
   const bool any = !batch.empty();
   if (any) RunBatch(std::move(batch));
@@ -108,6 +119,7 @@ bool Lane::RunOnce() {
   {
     const std::lock_guard lock(mutex_);
     busy_ = !jobs_.empty();
+    batch_start_.reset();
   }
   idle_cv_.notify_all();
   return any || maintained || shadowed;
@@ -181,11 +193,12 @@ void Lane::RunBatch(std::vector<Queued> batch) {
   const TimePoint now = shared_.clock.Now();
   steps.SetPolicyInputs(ReadPolicyInputs(batch, now));
   for (Queued& queued : batch) {
-    stats.stages[static_cast<size_t>(Stage::kWait)].Observe(now - queued.arrived);
     auto* part = std::get_if<StepPart>(&queued.task.work);
+    const CallContext& context = part != nullptr ? part->call->context : queued.task.context;
+    stats.stages[static_cast<size_t>(Stage::kWait)].Observe(now - queued.arrived);
+    context.Spent(Stage::kWait, now - queued.arrived);
     // Clocks and cancellation are looked at when a task's turn comes, not when the batch was taken.
-    const absl::Status expired =
-        CheckContext(part != nullptr ? part->call->context : queued.task.context, shared_.clock.Now(), "work");
+    const absl::Status expired = CheckContext(context, shared_.clock.Now(), "work");
     if (!expired.ok()) {
       stats.expired_in_queue.fetch_add(1, std::memory_order_relaxed);
       if (auto* open = std::get_if<OpenTask>(&queued.task.work)) {
@@ -248,6 +261,7 @@ void Lane::Run(OpenTask& task) {
   table_.Insert(*std::move(session), now);
   shared_.stats.sessions_opened.fetch_add(1, std::memory_order_relaxed);
   shared_.stats.sessions.fetch_add(1, std::memory_order_relaxed);
+  sessions_.fetch_add(1, std::memory_order_relaxed);
   SessionInfo info = opened.Info();
   info.lease_remaining_seconds = table_.LeaseRemainingSeconds(opened, now);
   task.done(std::move(info));
@@ -322,6 +336,7 @@ void Lane::EndSession(std::unique_ptr<Session> session, SessionEnd end, const ch
   stats.tokens_held.fetch_sub(tokens, std::memory_order_relaxed);
   stats.layers_held.fetch_sub(layers, std::memory_order_relaxed);
   stats.sessions.fetch_sub(1, std::memory_order_relaxed);
+  sessions_.fetch_sub(1, std::memory_order_relaxed);
   stats.sessions_ended[static_cast<size_t>(end)].fetch_add(1, std::memory_order_release);
   shared_.directory.Remove(id, reason);
 }

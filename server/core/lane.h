@@ -14,6 +14,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <string>
 #include <thread>
@@ -23,6 +24,7 @@
 #include "kernels/arena.h"
 #include "server/core/clock.h"
 #include "server/core/directory.h"
+#include "server/core/engine.h"
 #include "server/core/join.h"
 #include "server/core/policies.h"
 #include "server/core/session_table.h"
@@ -114,6 +116,8 @@ class Lane {
   uint64_t planned_bytes() const { return planned_bytes_.load(std::memory_order_relaxed); }
   void AddPlannedBytes(uint64_t bytes) { planned_bytes_.fetch_add(bytes, std::memory_order_relaxed); }
   void SubtractPlannedBytes(uint64_t bytes) { planned_bytes_.fetch_sub(bytes, std::memory_order_relaxed); }
+  // Thread-safe.
+  LaneState State();
 
   // Everything queued, then at most one maintenance step, or else one slice of an exact repeat where nothing waits;
   // whether there was anything. REQUIRES: not started.
@@ -167,6 +171,7 @@ class Lane {
   const std::unique_ptr<Stream> stream_;
   Scratch scratch_;
   std::atomic<uint64_t> planned_bytes_{0};
+  std::atomic<uint64_t> sessions_{0};
 
   // Of the lane's thread alone.
   SessionTable table_;
@@ -181,7 +186,8 @@ class Lane {
   std::condition_variable idle_cv_;
   std::vector<Queued> queue_;
   bool stopping_ = false;
-  bool busy_ = false;  // taken from the queue and not answered yet
+  bool busy_ = false;                     // taken from the queue and not answered yet
+  std::optional<TimePoint> batch_start_;  // of the batch that runs
   std::thread thread_;
 };
 

@@ -46,6 +46,9 @@ inline constexpr uint64_t kMessageBytesMax = 64ull << 20;
 inline constexpr uint32_t kCacheSlotsMax = 65535;
 // Host memory for the slot tables and tags of all sessions: 90 sessions of Llama-3-8B with 2,048 slots.
 inline constexpr uint64_t kSlotTableBytesMax = 1ull << 30;
+// What the program, its libraries and the messages of calls that run are taken to need; a server of 8 lanes was seen
+// with less.
+inline constexpr uint64_t kProgramBytes = 1ull << 30;
 
 // Query centroids a KV head.
 inline constexpr uint32_t kCentroidsMax = 8192;

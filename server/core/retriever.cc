@@ -154,6 +154,11 @@ class Rounds {
 
   void Observe(Stage stage, std::chrono::nanoseconds duration) {
     stats_.stages[static_cast<size_t>(stage)].Observe(duration);
+    const CallContext* told = nullptr;  // the sets of a call stand together
+    for (const auto& set : sets_) {
+      if (set->item->context != told) set->item->context->Spent(stage, duration);
+      told = set->item->context;
+    }
   }
 
   void DropExpired() {

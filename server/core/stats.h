@@ -12,14 +12,10 @@
 
 #include "absl/status/status.h"
 #include "server/core/limits.h"
+#include "server/core/stages.h"
 #include "server/core/types.h"
 
 namespace ctkvr {
-
-// Steps of a retrieval, timed a batch; maintenance and exact repeats, timed a step and a slice.
-enum class Stage : uint8_t { kWait, kPrepare, kCandidates, kSelect, kGather, kAppend, kMaintenance, kShadow };
-inline constexpr size_t kStageCount = 8;
-const char* StageName(Stage stage);
 
 // Seconds, upper bounds of the buckets; the last bucket is everything above.
 inline constexpr std::array<double, 18> kDurationBuckets = {1e-6, 2.5e-6, 5e-6, 1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4,

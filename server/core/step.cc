@@ -51,13 +51,16 @@ void StepRunner::AddAppend(Session& session, StepCall& call, uint32_t item) {
                       .key_magnitude_max = call.key_magnitudes[item],
                       .result = &call.results[item].append});
   appended_keys_.insert(key);
+  if (appending_calls_.empty() || appending_calls_.back() != &call) appending_calls_.push_back(&call);
 }
 
 void StepRunner::RunPendingAppends() {
   if (appends_.empty()) return;
   const TimePoint start = clock_.Now();
   RunAppends(device_, stats_, appends_);
-  stats_.stages[static_cast<size_t>(Stage::kAppend)].Observe(clock_.Now() - start);
+  const std::chrono::nanoseconds took = clock_.Now() - start;
+  stats_.stages[static_cast<size_t>(Stage::kAppend)].Observe(took);
+  for (const StepCall* call : appending_calls_) call->context.Spent(Stage::kAppend, took);
   for (const AppendTask& task : appends_) {
     if (!task.result->ok()) continue;
     hooks_.appended(*task.session);
@@ -66,6 +69,7 @@ void StepRunner::RunPendingAppends() {
   }
   appends_.clear();
   appended_keys_.clear();
+  appending_calls_.clear();
 }
 
 void StepRunner::RunPendingQueries() {

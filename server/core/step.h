@@ -83,6 +83,7 @@ class StepRunner {
   std::vector<StepPart> parts_;
   std::vector<AppendTask> appends_;
   std::set<Key> appended_keys_;
+  std::vector<const StepCall*> appending_calls_;  // of appends_, each once
   std::vector<PendingQuery> queries_;
   std::set<Key> queried_keys_;
 };

@@ -22,6 +22,7 @@
 #include "server/core/clock.h"
 #include "server/core/explain.h"
 #include "server/core/session_config.h"
+#include "server/core/stages.h"
 
 namespace ctkvr {
 
@@ -31,6 +32,11 @@ namespace ctkvr {
 struct CallContext {
   TimePoint deadline = TimePoint::max();
   std::function<bool()> cancelled;  // thread-safe; empty: never
+  StageTimes* times = nullptr;      // where the call's time goes, for whoever asks; outlives the callback
+
+  void Spent(Stage stage, std::chrono::nanoseconds duration) const {
+    if (times != nullptr) times->Add(stage, duration);
+  }
 };
 
 struct SessionRef {

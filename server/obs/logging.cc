@@ -2,6 +2,7 @@
 
 #include "server/obs/logging.h"
 
+#include <array>
 #include <span>
 #include <vector>
 
@@ -69,14 +70,21 @@ std::optional<LogLevel> ParseLogLevel(const std::string& name) {
   return std::nullopt;
 }
 
+const char* LogLevelName(LogLevel level) {
+  constexpr std::array<const char*, 5> kNames = {"debug", "info", "warning", "error", "off"};
+  return kNames[static_cast<size_t>(level)];
+}
+
 std::optional<LogFormat> ParseLogFormat(const std::string& name) {
   if (name == "text") return LogFormat::kText;
   if (name == "json") return LogFormat::kJson;
   return std::nullopt;
 }
 
-Log::Log(const LogOptions& options) : format_(options.format), access_(options.access) {
+Log::Log(const LogOptions& options) : format_(options.format), access_(options.access), level_(options.level) {
   auto sink = options.sink ? options.sink : std::make_shared<spdlog::sinks::stderr_sink_mt>();
+  audit_logger_ = std::make_unique<spdlog::logger>("ctkvr", sink);
+  audit_logger_->set_level(spdlog::level::trace);
   logger_ = std::make_unique<spdlog::logger>("ctkvr", std::move(sink));
   logger_->set_level(SpdlogLevel(options.level));
   logger_->set_formatter(std::make_unique<spdlog::pattern_formatter>(Pattern(format_), spdlog::pattern_time_type::utc));
@@ -93,7 +101,7 @@ void Log::Access(const AccessRecord& record) {
   const auto level = record.server_fault ? spdlog::level::err : spdlog::level::info;
   if ((!access_ && !record.server_fault) || !logger_->should_log(level)) return;
   std::vector<LogField> fields;
-  fields.reserve(10);
+  fields.reserve(12);
   fields.emplace_back("method", std::string(record.method));
   fields.emplace_back("code", std::string(record.code));
   if (!record.session_id.empty()) fields.emplace_back("session", record.session_id);
@@ -103,8 +111,31 @@ void Log::Access(const AccessRecord& record) {
   fields.emplace_back("bytes_in", record.bytes_in);
   fields.emplace_back("bytes_out", record.bytes_out);
   fields.emplace_back("peer", record.peer);
+  if (record.trace.has_value()) fields.emplace_back("trace_id", record.trace->TraceId());
+  if (record.trace.has_value()) fields.emplace_back("span_id", record.trace->SpanId());
   if (!record.message.empty()) fields.emplace_back("message", record.message);
   logger_->log(level, spdlog::string_view_t(FormatLine(format_, "access", fields)));
+}
+
+void Log::Audit(const AuditRecord& record) {
+  std::vector<LogField> fields;
+  fields.reserve(9);
+  fields.emplace_back("method", std::string(record.method));
+  fields.emplace_back("code", std::string(record.code));
+  fields.emplace_back("tenant", record.tenant);
+  fields.emplace_back("peer", record.peer);
+  fields.emplace_back("request", record.request);
+  if (!record.result.empty()) fields.emplace_back("result", record.result);
+  if (record.trace.has_value()) fields.emplace_back("trace_id", record.trace->TraceId());
+  if (record.trace.has_value()) fields.emplace_back("span_id", record.trace->SpanId());
+  if (!record.message.empty()) fields.emplace_back("message", record.message);
+  audit_logger_->log(spdlog::level::info, spdlog::string_view_t(FormatLine(format_, "admin", fields)));
+}
+
+LogLevel Log::SetLevel(LogLevel level) {
+  const LogLevel before = level_.exchange(level, std::memory_order_relaxed);
+  logger_->set_level(SpdlogLevel(level));
+  return before;
 }
 
 void Log::Flush() { logger_->flush(); }

@@ -11,6 +11,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <initializer_list>
@@ -20,6 +21,7 @@
 #include <utility>
 #include <variant>
 
+#include "server/obs/trace_context.h"
 #include "spdlog/logger.h"
 #include "spdlog/sinks/sink.h"
 
@@ -32,6 +34,7 @@ enum class LogLevel : uint8_t { kDebug, kInfo, kWarning, kError, kOff };
 
 // "debug", "info", "warning", "error", "off"; nothing for another name.
 std::optional<LogLevel> ParseLogLevel(const std::string& name);
+const char* LogLevelName(LogLevel level);
 std::optional<LogFormat> ParseLogFormat(const std::string& name);  // "text", "json"
 
 struct LogOptions {
@@ -58,6 +61,19 @@ struct AccessRecord {
   uint64_t bytes_in = 0;  // of messages, before framing
   uint64_t bytes_out = 0;
   std::string peer = {};
+  std::optional<TraceContext> trace = {};
+};
+
+// One call of service Admin.
+struct AuditRecord {
+  const char* method = "";
+  const char* code = "OK";
+  std::string message = {};  // of the error
+  std::string tenant = {};   // who: as access control knows the caller
+  std::string peer = {};
+  std::string request = {};  // what was asked for, in JSON
+  std::string result = {};   // what came of it, in words
+  std::optional<TraceContext> trace = {};
 };
 
 class Log {
@@ -72,12 +88,20 @@ class Log {
 
   // Written at info, or at error for a fault of the server (also when access lines are off).
   void Access(const AccessRecord& record);
+  // A call of service Admin: who did what. Written at any level, `off` too.
+  void Audit(const AuditRecord& record);
   void Flush();
+
+  LogLevel level() const { return level_.load(std::memory_order_relaxed); }
+  // Returns the one before.
+  LogLevel SetLevel(LogLevel level);
 
  private:
   LogFormat format_;
   bool access_;
+  std::atomic<LogLevel> level_;
   std::unique_ptr<spdlog::logger> logger_;
+  std::unique_ptr<spdlog::logger> audit_logger_;  // of the same sink
 };
 
 }  // namespace ctkvr::obs

@@ -18,7 +18,6 @@ const prometheus::Histogram::BucketBoundaries kCallBuckets = {
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60};
 
 bool HasItems(Method method) { return method == Method::kRetrieve || method == Method::kDecode; }
-bool IsStream(Method method) { return method == Method::kAppendStream || method == Method::kDecode; }
 
 double Seconds(std::chrono::nanoseconds duration) { return std::chrono::duration<double>(duration).count(); }
 
@@ -35,6 +34,7 @@ Metrics::Metrics(const Stats& stats, std::function<ServerSample()> sample, Serve
     : registry_(std::make_shared<prometheus::Registry>()),
       engine_(std::make_shared<EngineCollector>(stats, std::move(sample), std::move(facts))) {
   MakeSeries();
+  MakeAdminSeries();
 }
 
 Metrics::~Metrics() = default;
@@ -85,6 +85,22 @@ void Metrics::MakeSeries() {
     own.received_bytes = &received.Add({{"method", name}});
     own.sent_bytes = &sent.Add({{"method", name}});
   }
+}
+
+void Metrics::MakeAdminSeries() {
+  auto& calls = prometheus::BuildCounter()
+                    .Name("ctkvr_admin_calls_total")
+                    .Help("Calls of service Admin that ended, by method and status code.")
+                    .Register(*registry_);
+  for (size_t m = 0; m < kAdminMethodNames.size(); ++m) {
+    for (size_t c = 0; c < kCodeNames.size(); ++c) {
+      admin_calls_[m][c] = &calls.Add({{"method", kAdminMethodNames[m]}, {"code", kCodeNames[c]}});
+    }
+  }
+}
+
+void Metrics::AdminCallDone(AdminMethod method, int code) {
+  admin_calls_[static_cast<size_t>(method)][CodeIndex(code)]->Increment();
 }
 
 void Metrics::CallStarted(Method method) { series(method).in_flight->Increment(); }

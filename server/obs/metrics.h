@@ -55,6 +55,21 @@ inline constexpr std::array<const char*, 15> kMethodNames = {
     "AppendStream",  "Retrieve",     "Decode",       "SnapshotSession", "RestoreSession"};
 inline const char* MethodName(Method method) { return kMethodNames[static_cast<size_t>(method)]; }
 
+// Whose calls are many messages.
+inline bool IsStream(Method method) { return method == Method::kAppendStream || method == Method::kDecode; }
+
+// The calls of service ctkvr.v1.Admin. A label value each, of a family of its own: objectives are about Cache.
+enum class AdminMethod : uint8_t {
+  kListTenantSessions,
+  kCloseSessions,
+  kStartDrain,
+  kSetLogLevel,
+  kDumpState,
+  kListSlowCalls
+};
+inline constexpr std::array<const char*, 6> kAdminMethodNames = {
+    "ListTenantSessions", "CloseSessions", "StartDrain", "SetLogLevel", "DumpState", "ListSlowCalls"};
+
 // Names of the gRPC status codes 0 to 16, as the code label and access lines have them.
 inline constexpr std::array<const char*, 17> kCodeNames = {
     "OK",        "CANCELLED",      "UNKNOWN",           "INVALID_ARGUMENT",   "DEADLINE_EXCEEDED",
@@ -115,6 +130,8 @@ class Metrics {
   // Items of batches have codes of their own. REQUIRES: kRetrieve or kDecode.
   void ItemDone(Method method, int code);
 
+  void AdminCallDone(AdminMethod method, int code);
+
   // Serves the page over HTTP at "host:port"; port 0 takes a free one. Returns "host:port" with the port that was
   // taken; an empty address serves none and returns an empty string. UNAVAILABLE: cannot listen there. REQUIRES: called
   // once.
@@ -133,11 +150,13 @@ class Metrics {
     prometheus::Counter* sent_bytes = nullptr;
   };
   void MakeSeries();
+  void MakeAdminSeries();
   MethodSeries& series(Method method) { return series_[static_cast<size_t>(method)]; }
 
   const std::shared_ptr<prometheus::Registry> registry_;
   const std::shared_ptr<EngineCollector> engine_;
   std::array<MethodSeries, kMethodNames.size()> series_;
+  std::array<std::array<prometheus::Counter*, kCodeNames.size()>, kAdminMethodNames.size()> admin_calls_{};
   std::unique_ptr<prometheus::Exposer> exposer_;  // last: its threads read the others
 };
 

@@ -72,18 +72,28 @@ void AppendStream::Append(grpc::ByteBuffer bytes) {
   NoteReceived(bytes.Length());
   NoteItems(1);
   const TimePoint start = std::chrono::steady_clock::now();
+  times_.emplace();
   if (absl::Status status = ParseMessage(&bytes, &current_); !status.ok()) return AppendDone(status, start);
   auto step = DecodeAppend(current_);
   if (!step.ok()) return AppendDone(step.status(), start);
   if (absl::Status status = CheckSession(step->session); !status.ok()) return AppendDone(status, start);
   std::vector<StepRequest> steps;
   steps.push_back(*std::move(step));
-  edge().engine.Step(std::move(steps), Context(),
+  edge().engine.Step(std::move(steps), Context(*times_),
                      [this, start](std::vector<StepResult> results) { AppendDone(results[0].append, start); });
 }
 
 void AppendStream::AppendDone(const absl::StatusOr<AppendResult>& result, TimePoint start) {
-  edge().metrics.MessageDone(obs::Method::kAppendStream, std::chrono::steady_clock::now() - start);
+  const std::chrono::nanoseconds duration = std::chrono::steady_clock::now() - start;
+  edge().metrics.MessageDone(obs::Method::kAppendStream, duration);
+  if (edge().slow_calls.IsSlow(duration)) {
+    obs::SlowCall slow{.code = static_cast<int>(result.status().code()),
+                       .duration = duration,
+                       .layer = current_.chunk().layer(),
+                       .bytes_in = current_.ByteSizeLong()};
+    slow.SetSession(current_.session().session_id());
+    KeepSlow(slow, *times_);
+  }
   if (result.ok()) {
     reply_.set_chunks(reply_.chunks() + 1);
     if (result->repeated) reply_.set_repeated_chunks(reply_.repeated_chunks() + 1);

@@ -32,7 +32,8 @@ class AppendStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, pub
   void ReportLengths();
 
   grpc::ByteBuffer& reply_bytes_;
-  v1::AppendRequest current_;  // the engine views it
+  v1::AppendRequest current_;        // the engine views it
+  std::optional<StageTimes> times_;  // of the chunk at the engine
   v1::AppendStreamReply reply_;
 
   std::mutex mutex_;                         // guards all below

@@ -2,19 +2,12 @@
 
 #include "server/rpc/call.h"
 
+#include <iterator>
+
 #include "server/rpc/status.h"
 
 namespace ctkvr::rpc {
 namespace {
-
-// gRPC counts deadlines on the system's clock, the engine on a steady one.
-TimePoint EngineDeadline(const grpc::CallbackServerContext& context, const Clock& clock) {
-  const auto deadline = context.deadline();
-  if (deadline == std::chrono::system_clock::time_point::max()) return TimePoint::max();
-  const TimePoint now = clock.Now();
-  const auto left = deadline - std::chrono::system_clock::now();
-  return left > TimePoint::max() - now ? TimePoint::max() : now + left;
-}
 
 // Faults that an operator must see, whoever called.
 bool IsServerFault(absl::StatusCode code) {
@@ -22,6 +15,21 @@ bool IsServerFault(absl::StatusCode code) {
 }
 
 }  // namespace
+
+TimePoint EngineDeadline(const grpc::ServerContextBase& context, const Clock& clock) {
+  const auto deadline = context.deadline();
+  if (deadline == std::chrono::system_clock::time_point::max()) return TimePoint::max();
+  const TimePoint now = clock.Now();
+  const auto left = deadline - std::chrono::system_clock::now();
+  return left > TimePoint::max() - now ? TimePoint::max() : now + left;
+}
+
+// Of two, neither can be trusted.
+std::optional<obs::TraceContext> TraceOf(const grpc::ServerContextBase& context) {
+  const auto [first, last] = context.client_metadata().equal_range(obs::kTraceparent);
+  if (first == last || std::next(first) != last) return std::nullopt;
+  return obs::ParseTraceparent({first->second.data(), first->second.size()});
+}
 
 void CallCounter::Enter() {
   std::lock_guard lock(mutex_);
@@ -43,7 +51,8 @@ Call::Call(obs::Method method, grpc::CallbackServerContext& context, const Edge&
       edge_(edge),
       counter_(counter),
       deadline_(EngineDeadline(context, edge.clock)),
-      peer_(context.peer()) {
+      peer_(context.peer()),
+      trace_(TraceOf(context)) {
   counter_.Enter();
   edge_.metrics.CallStarted(method_);
 }
@@ -53,6 +62,16 @@ Call::~Call() {
   const int code = static_cast<int>(status_.code());
   edge_.metrics.CallDone(method_, code, duration);
   edge_.metrics.Bytes(method_, received_bytes_, sent_bytes_);
+  if (!obs::IsStream(method_) && edge_.slow_calls.IsSlow(duration)) {
+    obs::SlowCall slow{.code = code,
+                       .duration = duration,
+                       .layer = layer_,
+                       .items = items_,
+                       .bytes_in = received_bytes_,
+                       .bytes_out = sent_bytes_};
+    slow.SetSession(session_id_);
+    KeepSlow(slow, times_);
+  }
   edge_.log.Access({.method = obs::MethodName(method_),
                     .code = obs::CodeName(code),
                     .server_fault = IsServerFault(status_.code()),
@@ -63,12 +82,21 @@ Call::~Call() {
                     .duration = duration,
                     .bytes_in = received_bytes_,
                     .bytes_out = sent_bytes_,
-                    .peer = peer_});
+                    .peer = peer_,
+                    .trace = trace_});
   counter_.Leave();  // last: what it lends may go once the counter is idle
 }
 
-CallContext Call::Context() const {
-  return {.deadline = deadline_, .cancelled = [this] { return cancelled(); }};
+CallContext Call::Context(StageTimes& times) const {
+  return {.deadline = deadline_, .cancelled = [this] { return cancelled(); }, .times = &times};
+}
+
+void Call::KeepSlow(obs::SlowCall slow, const StageTimes& times) const {
+  slow.method = method_;
+  slow.ended = std::chrono::system_clock::now();
+  for (size_t i = 0; i < kStageCount; ++i) slow.stages[i] = times.Of(static_cast<Stage>(i));
+  slow.trace = trace_;
+  edge_.slow_calls.Add(slow);
 }
 
 void Call::OnCancel() {

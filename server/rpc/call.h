@@ -21,6 +21,8 @@
 #include "server/core/engine.h"
 #include "server/obs/logging.h"
 #include "server/obs/metrics.h"
+#include "server/obs/slow_calls.h"
+#include "server/obs/trace_context.h"
 #include "server/rpc/access.h"
 
 namespace ctkvr::rpc {
@@ -46,18 +48,26 @@ struct Edge {
   obs::Metrics& metrics;
   obs::Log& log;
   Access& access;
+  obs::SlowCalls& slow_calls;
 };
+
+// The client's deadline. gRPC counts deadlines on the system's clock, the engine on a steady one.
+TimePoint EngineDeadline(const grpc::ServerContextBase& context, const Clock& clock);
+// Nothing: none, none that is valid, or several.
+std::optional<obs::TraceContext> TraceOf(const grpc::ServerContextBase& context);
 
 class Call {
  public:
   Call(obs::Method method, grpc::CallbackServerContext& context, const Edge& edge, CallCounter& counter);
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
-  // The end of the call: counts it and writes its access line.
+  // The end of the call: counts it, writes its access line, and keeps it when it was slow and no stream.
   ~Call();
 
-  // The client's deadline in the engine's time, and whether it has gone. Valid while the call lives.
-  CallContext Context() const;
+  // The client's deadline in the engine's time, and whether it has gone. Valid while the call lives, and `times` do:
+  // the call's own, or those of one message.
+  CallContext Context() { return Context(times_); }
+  CallContext Context(StageTimes& times) const;
   void OnCancel();
   bool cancelled() const { return cancelled_.load(std::memory_order_relaxed); }
 
@@ -72,6 +82,8 @@ class Call {
 
  protected:
   const Edge& edge() const { return edge_; }
+  // Keeps a call, or a message of a stream, that was slow; what all of them have is filled in.
+  void KeepSlow(obs::SlowCall slow, const StageTimes& times) const;
 
  private:
   const obs::Method method_;
@@ -80,6 +92,8 @@ class Call {
   const TimePoint start_ = std::chrono::steady_clock::now();
   TimePoint deadline_ = TimePoint::max();
   const std::string peer_;
+  const std::optional<obs::TraceContext> trace_;
+  StageTimes times_;
   std::atomic<bool> cancelled_{false};
   absl::Status status_ = absl::UnknownError("the call ended without a status");
   std::string session_id_;

@@ -74,7 +74,7 @@ void DecodeReactor::Submit(grpc::ByteBuffer bytes, Slot* slot) {
   const absl::Status parsed = ParseMessage(&bytes, &slot->request);
   auto steps = parsed.ok() ? DecodeDecode(slot->request) : absl::StatusOr<std::vector<StepRequest>>(parsed);
   if (steps.ok()) {
-    edge().engine.Step(*std::move(steps), Context(),
+    edge().engine.Step(*std::move(steps), Context(slot->times),
                        [this, slot](std::vector<StepResult> results) { Answer(slot, std::move(results)); });
     return;
   }
@@ -93,8 +93,10 @@ void DecodeReactor::Answer(Slot* slot, std::vector<StepResult> results) {
     edge().metrics.ItemDone(obs::Method::kDecode, item.status().code());
   }
   slot->reply = SerializeMessage(reply);
+  const std::chrono::nanoseconds duration = std::chrono::steady_clock::now() - slot->start;
+  edge().metrics.MessageDone(obs::Method::kDecode, duration);
+  if (edge().slow_calls.IsSlow(duration)) KeepSlowMessage(*slot, duration);
   v1::DecodeRequest().Swap(&slot->request);  // its memory goes now, not when the client has read the reply
-  edge().metrics.MessageDone(obs::Method::kDecode, std::chrono::steady_clock::now() - slot->start);
   std::unique_lock lock(mutex_);
   held_bytes_ -= slot->bytes;
   slot->bytes = slot->reply.Length();
@@ -102,6 +104,20 @@ void DecodeReactor::Answer(Slot* slot, std::vector<StepResult> results) {
   slot->ready = true;
   --running_;
   Advance(std::move(lock));
+}
+
+// Its items have statuses of their own: the code is OK.
+void DecodeReactor::KeepSlowMessage(const Slot& slot, std::chrono::nanoseconds duration) const {
+  obs::SlowCall slow{.duration = duration,
+                     .items = static_cast<uint64_t>(slot.request.items_size()),
+                     .bytes_in = slot.bytes,
+                     .bytes_out = slot.reply.Length()};
+  if (slow.items == 1) {
+    const v1::DecodeItem& item = slot.request.items(0);
+    slow.SetSession(item.session().session_id());
+    slow.layer = item.has_chunk() ? item.chunk().layer() : item.query().layer();
+  }
+  KeepSlow(slow, slot.times);
 }
 
 void DecodeReactor::OnWriteDone(bool ok) {

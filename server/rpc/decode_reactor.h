@@ -66,6 +66,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
     v1::DecodeRequest request;
     grpc::ByteBuffer reply;
     TimePoint start;
+    StageTimes times;
     uint64_t bytes = 0;  // of the request, then of the reply
     bool ready = false;
   };
@@ -73,6 +74,7 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   void Advance(std::unique_lock<std::mutex> lock);  // takes mutex_ held
   void Submit(grpc::ByteBuffer bytes, Slot* slot);
   void Answer(Slot* slot, std::vector<StepResult> results);
+  void KeepSlowMessage(const Slot& slot, std::chrono::nanoseconds duration) const;
   void EndWith(const absl::Status& status);
 
   DecodeStreams& streams_;

@@ -33,6 +33,11 @@ std::string BoundAddress(const std::string& address, int port) {
   return address.substr(0, address.rfind(':')) + ":" + std::to_string(port);
 }
 
+absl::Status CannotListen(const char* setting, const std::string& address) {
+  return absl::UnavailableError(std::string(setting) + " is " + address +
+                                "; cannot listen there: the port may be in use, or the address is not this machine's");
+}
+
 void SetConnectionArguments(grpc::ServerBuilder& builder) {
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kClientPingIntervalMinMs);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
@@ -64,13 +69,33 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOp
   SetConnectionArguments(builder);
   self->server_ = builder.BuildAndStart();
   if (self->server_ == nullptr || port == 0) {
-    return absl::UnavailableError(
-        "listen_address is " + options.address +
-        "; cannot listen there: the port may be in use, or the address is not this machine's");
+    return CannotListen("listen_address", options.address);
   }
   self->address_ = BoundAddress(options.address, port);
   self->server_->GetHealthCheckService()->SetServingStatus(kHealthServiceName, true);
   return self;
+}
+
+absl::StatusOr<std::unique_ptr<AdminServer>> AdminServer::Start(const GrpcServerOptions& options, const Edge& edge,
+                                                                AdminOptions admin) {
+  auto credentials = MakeServerCredentials(options.tls);
+  if (!credentials.ok()) return credentials.status();
+  std::unique_ptr<AdminServer> self(new AdminServer(edge, std::move(admin)));
+  grpc::EnableDefaultHealthCheckService(false);
+  grpc::ServerBuilder builder;
+  int port = 0;
+  builder.AddListeningPort(options.address, *credentials, &port);
+  builder.RegisterService(&self->service_);
+  SetConnectionArguments(builder);
+  self->server_ = builder.BuildAndStart();
+  if (self->server_ == nullptr || port == 0) return CannotListen("admin_address", options.address);
+  self->address_ = BoundAddress(options.address, port);
+  return self;
+}
+
+// Without a deadline it would wait, for 20 s, until idle clients have taken notice.
+AdminServer::~AdminServer() {
+  if (server_ != nullptr) server_->Shutdown(std::chrono::system_clock::now());
 }
 
 GrpcServer::~GrpcServer() {

@@ -8,9 +8,11 @@
 #include <chrono>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "grpcpp/grpcpp.h"
+#include "server/rpc/admin_service.h"
 #include "server/rpc/cache_service.h"
 #include "server/rpc/credentials.h"
 
@@ -61,6 +63,25 @@ class GrpcServer {
 
   const Edge edge_;
   CacheService service_;
+  std::string address_;
+  std::unique_ptr<grpc::Server> server_;  // last: its threads call the service
+};
+
+// Service Admin on an address of its own, so that it answers while the other drains, and can be kept from workers.
+// Thread-safe.
+class AdminServer {
+ public:
+  // As GrpcServer::Start.
+  static absl::StatusOr<std::unique_ptr<AdminServer>> Start(const GrpcServerOptions& options, const Edge& edge,
+                                                            AdminOptions admin);
+  ~AdminServer();  // cancels the calls that run, and waits until they know
+
+  const std::string& address() const { return address_; }
+
+ private:
+  AdminServer(const Edge& edge, AdminOptions admin) : service_(edge, std::move(admin)) {}
+
+  AdminService service_;
   std::string address_;
   std::unique_ptr<grpc::Server> server_;  // last: its threads call the service
 };

@@ -14,6 +14,7 @@
 #include <fstream>
 
 #include "server/core/limits.h"
+#include "server/memory_limit.h"
 
 namespace ctkvr {
 namespace {
@@ -45,13 +46,16 @@ class ConfigTest : public ::testing::Test {
   }
 };
 
-TEST_F(ConfigTest, DefaultsServeOnLoopbackWithAllProcessorsAndHalfTheMemory) {
+TEST_F(ConfigTest, DefaultsServeOnLoopbackWithAllProcessorsAndTheMemoryThatIsLeft) {
   const Config config = Parse({});
   EXPECT_EQ(config.listen_address, "127.0.0.1:7420");
   EXPECT_EQ(config.metrics_address, "127.0.0.1:9464");
   EXPECT_EQ(config.backend, "auto");
   EXPECT_GE(config.engine.lanes, 1u);
-  EXPECT_EQ(config.engine.arena_bytes, UsableMemoryBytes() / 2);
+  const MemoryUse use{.lanes = config.engine.lanes, .scratch_bytes = config.engine.scratch_bytes};
+  EXPECT_EQ(config.engine.arena_bytes, DeriveArenaBytes(ReadMemoryLimit(), use, 1).value());
+  EXPECT_EQ(config.admin_address, "");
+  EXPECT_EQ(config.slow_call, std::chrono::milliseconds(50));
   EXPECT_EQ(config.engine.scratch_bytes, size_t{256} << 20);
   EXPECT_EQ(config.engine.queue_items_max, limits::kQueueItemsDefault);
   EXPECT_EQ(config.engine.sessions_max, limits::kSessionsMax);
@@ -66,12 +70,30 @@ TEST_F(ConfigTest, DefaultsServeOnLoopbackWithAllProcessorsAndHalfTheMemory) {
 }
 
 TEST_F(ConfigTest, EveryFlagReachesTheConfiguration) {
-  const Config config =
-      Parse({"--listen_address=127.0.0.2:1", "--metrics_address", "[::1]:2", "--backend=cpu:avx2", "--lanes=3",
-             "--arena_bytes=64MiB", "--scratch_bytes", "2097152", "--queue_items_max=5", "--sessions_max=6",
-             "--log_level=error", "--log_format=json", "--noaccess_log", "--drain_seconds=7", "--ready_file=here",
-             "--truth_share=1", "--truth_budget=0.5", "--record=records", "--record_bytes=3MiB"});
+  const Config config = Parse({"--listen_address=127.0.0.2:1",
+                               "--metrics_address",
+                               "[::1]:2",
+                               "--backend=cpu:avx2",
+                               "--lanes=3",
+                               "--arena_bytes=64MiB",
+                               "--scratch_bytes",
+                               "2097152",
+                               "--queue_items_max=5",
+                               "--sessions_max=6",
+                               "--log_level=error",
+                               "--log_format=json",
+                               "--noaccess_log",
+                               "--drain_seconds=7",
+                               "--ready_file=here",
+                               "--admin_address=unix:/a",
+                               "--slow_call_ms=8",
+                               "--truth_share=1",
+                               "--truth_budget=0.5",
+                               "--record=records",
+                               "--record_bytes=3MiB"});
   EXPECT_EQ(config.record.directory, "records");
+  EXPECT_EQ(config.admin_address, "unix:/a");
+  EXPECT_EQ(config.slow_call, std::chrono::milliseconds(8));
   EXPECT_EQ(config.record.bytes_max, uint64_t{3} << 20);
   EXPECT_EQ(config.engine.truth_share, 1);
   EXPECT_EQ(config.engine.truth_budget, 0.5);
@@ -124,7 +146,7 @@ TEST_F(ConfigTest, AFlagWithoutItsValueIsRefused) {
 TEST_F(ConfigTest, BadValuesAreRefusedByFlagValueAndLimit) {
   EXPECT_THAT(Refusal({"--lanes=257"}), AllOf(HasSubstr("--lanes is \"257\""), HasSubstr("1 to 256")));
   EXPECT_THAT(Refusal({"--sessions_max", "100001"}), AllOf(HasSubstr("\"100001\""), HasSubstr("to 100000")));
-  EXPECT_THAT(Refusal({"--arena_bytes=1024TiB"}), HasSubstr(FormatBytes(UsableMemoryBytes())));
+  EXPECT_THAT(Refusal({"--arena_bytes=1024TiB"}), HasSubstr(FormatBytes(ReadMemoryLimit().bytes)));
   EXPECT_THAT(Refusal({"--log_level=loud"}), AllOf(HasSubstr("--log_level is \"loud\""), HasSubstr("warning")));
   EXPECT_THAT(Refusal({"--access_log=perhaps"}), HasSubstr("true or false"));
 }
@@ -139,6 +161,7 @@ TEST_F(ConfigTest, PlaintextForOtherMachinesNeedsConsent) {
   EXPECT_THAT(Refusal({"--listen_address=0.0.0.0:7420"}),
               AllOf(HasSubstr("0.0.0.0:7420"), HasSubstr("--allow_plaintext"), HasSubstr("without encryption")));
   EXPECT_THAT(Refusal({"--metrics_address=0.0.0.0:9464"}), HasSubstr("metrics_address"));
+  EXPECT_THAT(Refusal({"--admin_address=0.0.0.0:7421"}), HasSubstr("admin_address is 0.0.0.0:7421"));
   EXPECT_EQ(Parse({"--listen_address=0.0.0.0:7420", "--allow_plaintext"}).listen_address, "0.0.0.0:7420");
   // With a certificate the calls are encrypted; the page of metrics is not.
   const std::vector<std::string> tls = {"--tls_certificate=a", "--tls_key=b", "--listen_address=0.0.0.0:7420"};
@@ -159,6 +182,27 @@ TEST_F(ConfigTest, ActionsAreAskedFor) {
   const auto printed = ParseArguments({"--print_config", "--lanes=3"});
   EXPECT_EQ(printed->action, Action::kPrintConfig);
   EXPECT_THAT(printed->printed, HasSubstr("from: --lanes\nlanes = 3\n"));
+}
+
+TEST_F(ConfigTest, WhatIsDerivedIsPrinted) {
+  const auto printed = ParseArguments({"--print_config", "--scratch_bytes=1MiB"});
+  ASSERT_TRUE(printed.ok()) << printed.status();
+  EXPECT_THAT(printed->printed, HasSubstr("# Here 0 is " + FormatBytes(printed->config.engine.arena_bytes) + ": " +
+                                          Describe(ReadMemoryLimit()) + " less 1MiB of scratch"));
+  EXPECT_THAT(printed->printed, HasSubstr("\narena_bytes = \"0\"\n"));
+  EXPECT_THAT(printed->printed,
+              HasSubstr("# Here 0 is " + std::to_string(printed->config.engine.lanes) + "\nlanes = 0\n"));
+  EXPECT_THAT(ParseArguments({"--print_config", "--lanes=3", "--arena_bytes=1MiB"})->printed,
+              ::testing::Not(HasSubstr("# Here 0 is")));
+}
+
+TEST_F(ConfigTest, MemoryThatCannotBeHadIsRefusedWithBothFigures) {
+  const uint64_t usable = ReadMemoryLimit().bytes;
+  const std::string half = FormatBytes(usable / 2 + 1);
+  for (const std::string& arena : {std::string("0"), half}) {
+    EXPECT_THAT(Refusal({"--lanes=2", "--scratch_bytes=" + half, "--arena_bytes=" + arena}),
+                AllOf(HasSubstr("arena_bytes is " + arena), HasSubstr(FormatBytes(usable))));
+  }
 }
 
 TEST_F(ConfigTest, AFlagMayBeWrittenWithHyphens) { EXPECT_EQ(Parse({"--drain-seconds=3"}).drain.count(), 3); }

@@ -44,7 +44,8 @@ class TextSink final : public spdlog::sinks::base_sink<std::mutex> {
 
 }  // namespace
 
-TestServer::TestServer(const TestServerOptions& options) : log_sink_(std::make_shared<TextSink>()) {
+TestServer::TestServer(const TestServerOptions& options)
+    : log_sink_(std::make_shared<TextSink>()), slow_calls_(options.slow_call) {
   if (options.own_backend == nullptr) owned_backend_ = OrDie(CreateBackend(options.backend));
   Backend& backend = options.own_backend == nullptr ? *owned_backend_ : *options.own_backend;
   Clock& clock = options.clock == nullptr ? real_clock_ : *options.clock;
@@ -52,9 +53,14 @@ TestServer::TestServer(const TestServerOptions& options) : log_sink_(std::make_s
   engine_ = OrDie(Engine::Create(options.engine, backend, clock));
   metrics_ = std::make_unique<obs::Metrics>(
       engine_->stats(), [this] { return rpc::SampleEngine(*engine_); }, rpc::EngineFacts(*engine_, options.version));
-  server_ = OrDie(rpc::GrpcServer::Start(
-      {.address = "127.0.0.1:0", .version = options.version, .tls = options.tls},
-      {.engine = *engine_, .clock = clock, .metrics = *metrics_, .log = *log_, .access = access_}));
+  edge_.emplace(rpc::Edge{.engine = *engine_,
+                          .clock = clock,
+                          .metrics = *metrics_,
+                          .log = *log_,
+                          .access = access_,
+                          .slow_calls = slow_calls_});
+  server_ =
+      OrDie(rpc::GrpcServer::Start({.address = "127.0.0.1:0", .version = options.version, .tls = options.tls}, *edge_));
 }
 
 // What still waits is answered first: a server without threads would else wait for it for ever.

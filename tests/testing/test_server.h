@@ -8,6 +8,7 @@
 #include <grpcpp/grpcpp.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "ctkvr/v1/cache.grpc.pb.h"
@@ -26,7 +27,8 @@ struct TestServerOptions {
   Backend* own_backend = nullptr;  // used instead; must outlive the server
   Clock* clock = nullptr;          // empty: real time; must outlive the server
   std::string version = "test";
-  rpc::TlsFiles tls;  // NewChannel is of no use then
+  std::chrono::nanoseconds slow_call{0};  // 0: none is
+  rpc::TlsFiles tls;                      // NewChannel is of no use then
 };
 
 class TestServer {
@@ -39,6 +41,9 @@ class TestServer {
   Engine& engine() { return *engine_; }
   obs::Metrics& metrics() { return *metrics_; }
   rpc::Access& access() { return access_; }
+  obs::SlowCalls& slow_calls() { return slow_calls_; }
+  // What its service borrows.
+  const rpc::Edge& edge() const { return *edge_; }
   rpc::GrpcServer& server() { return *server_; }
   std::string log_text();
 
@@ -56,9 +61,11 @@ class TestServer {
   RealClock real_clock_;
   std::shared_ptr<spdlog::sinks::sink> log_sink_;
   std::unique_ptr<obs::Log> log_;
+  obs::SlowCalls slow_calls_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<obs::Metrics> metrics_;
   rpc::Access access_;
+  std::optional<rpc::Edge> edge_;
   std::unique_ptr<rpc::GrpcServer> server_;
 };
 

@@ -49,6 +49,7 @@ const std::map<std::string, std::string>& CoveredBy() {
       {"server/core/step.cc", "tests/server/core/lane_test.cc"},
       {"server/rpc/codec_encode_options.cc", "tests/server/rpc/codec_options_test.cc"},
       {"server/rpc/codec_status.cc", "tests/server/rpc/status_test.cc"},
+      {"client/src/admin.cc", "tests/client/cli/admin_test.cc"},
       {"client/src/core.cc", "tests/client/src/client_test.cc"},
       {"client/python/native/module.cc", "tests/client/python/test_embedded.py"},
       // Programs: started as they are.

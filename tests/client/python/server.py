@@ -46,8 +46,8 @@ class Server:
             self._lines.append("")  # the end
             self._news.notify_all()
 
-    def await_event(self, name: str) -> dict[str, Any]:
-        """The first log line of that event, once it is there. RuntimeError: the process ended without."""
+    def await_event(self, name: str, part: str = "") -> dict[str, Any]:
+        """The first log line of that event with `part` in it. RuntimeError: the process ended without."""
         seen = 0
         while True:
             with self._news:
@@ -56,7 +56,7 @@ class Server:
             seen += 1
             if not line:
                 raise RuntimeError(f"ctkvrd ended without event {name}: {''.join(self._lines)}")
-            if f'"event":"{name}"' in line:
+            if f'"event":"{name}"' in line and part in line:
                 found: dict[str, Any] = json.loads(line)
                 return found
 

@@ -126,6 +126,54 @@ TEST_F(LogTest, LinesBelowTheLevelAreNotWritten) {
   EXPECT_THAT(Text(), HasSubstr("error loud"));
 }
 
+TEST_F(LogTest, ALineOfATracedCallHoldsItsIds) {
+  AccessRecord record = Record();
+  record.trace = ParseTraceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01");
+  MakeLog(LogFormat::kJson).Access(record);
+  EXPECT_EQ(Json().at("trace_id"), "4bf92f3577b34da6a3ce929d0e0e4736");
+  EXPECT_EQ(Json().at("span_id"), "00f067aa0ba902b7");
+}
+
+TEST_F(LogTest, TheLevelMayChange) {
+  Log log = MakeLog(LogFormat::kText, LogLevel::kWarning);
+  EXPECT_EQ(log.SetLevel(LogLevel::kInfo), LogLevel::kWarning);
+  EXPECT_EQ(log.level(), LogLevel::kInfo);
+  log.Info("heard", {});
+  EXPECT_EQ(log.SetLevel(LogLevel::kError), LogLevel::kInfo);
+  log.Info("unheard", {});
+  EXPECT_THAT(Text(), HasSubstr(" info heard"));
+  EXPECT_THAT(Text(), Not(HasSubstr("unheard")));
+}
+
+TEST_F(LogTest, AnAuditIsWrittenAtAnyLevelAndSurvivesHostileText) {
+  Log log = MakeLog(LogFormat::kJson, LogLevel::kOff);
+  log.Audit({.method = "CloseSessions",
+             .code = "NOT_FOUND",
+             .message = "none\n",
+             .tenant = "t\"",
+             .peer = "ipv4:127.0.0.1:5",
+             .request = "{\"session_ids\":[\"a\\n\"]}",
+             .result = "nothing",
+             .trace = ParseTraceparent("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01")});
+  EXPECT_EQ(Text().find('\n'), Text().size() - 1);
+  const nlohmann::json line = Json();
+  EXPECT_EQ(line.at("event"), "admin");
+  EXPECT_EQ(line.at("method"), "CloseSessions");
+  EXPECT_EQ(line.at("code"), "NOT_FOUND");
+  EXPECT_EQ(line.at("message"), "none\n");
+  EXPECT_EQ(line.at("tenant"), "t\"");
+  EXPECT_EQ(line.at("peer"), "ipv4:127.0.0.1:5");
+  EXPECT_EQ(line.at("request"), "{\"session_ids\":[\"a\\n\"]}");
+  EXPECT_EQ(line.at("result"), "nothing");
+  EXPECT_EQ(line.at("trace_id"), "4bf92f3577b34da6a3ce929d0e0e4736");
+}
+
+TEST_F(LogTest, LevelNamesAreReadBack) {
+  for (LogLevel level : {LogLevel::kDebug, LogLevel::kInfo, LogLevel::kWarning, LogLevel::kError, LogLevel::kOff}) {
+    EXPECT_EQ(ParseLogLevel(LogLevelName(level)), level);
+  }
+}
+
 TEST_F(LogTest, LevelOffWritesNothing) {
   Log log = MakeLog(LogFormat::kText, LogLevel::kOff);
   log.Error("loud", {});

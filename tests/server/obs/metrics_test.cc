@@ -68,6 +68,20 @@ TEST_F(MetricsTest, TheNumberOfSeriesNeverChanges) {
   EXPECT_EQ(ParsePage(metrics_.Text()).size(), before);
 }
 
+TEST_F(MetricsTest, CallsOfAdminAreCountedApart) {
+  for (const char* method : kAdminMethodNames) {
+    for (const char* code : kCodeNames) {
+      EXPECT_EQ(Value(std::string("ctkvr_admin_calls_total{code=\"") + code + "\",method=\"" + method + "\"}"), 0);
+    }
+  }
+  const size_t before = ParsePage(metrics_.Text()).size();
+  metrics_.AdminCallDone(AdminMethod::kStartDrain, 7);
+  metrics_.AdminCallDone(AdminMethod::kStartDrain, 99);
+  EXPECT_EQ(Value("ctkvr_admin_calls_total{code=\"PERMISSION_DENIED\",method=\"StartDrain\"}"), 1);
+  EXPECT_EQ(Value("ctkvr_admin_calls_total{code=\"UNKNOWN\",method=\"StartDrain\"}"), 1);
+  EXPECT_EQ(ParsePage(metrics_.Text()).size(), before);
+}
+
 TEST_F(MetricsTest, ACallIsInFlightUntilItIsDone) {
   metrics_.CallStarted(Method::kAppend);
   EXPECT_EQ(Value("ctkvr_rpc_in_flight{method=\"Append\"}"), 1);

@@ -32,7 +32,8 @@ class CallTest : public ::testing::Test {
              .clock = clock_,
              .metrics = server_.metrics(),
              .log = log_,
-             .access = server_.access()};
+             .access = server_.access(),
+             .slow_calls = server_.slow_calls()};
   grpc::CallbackServerContext context_;
   CallCounter counter_;
 };

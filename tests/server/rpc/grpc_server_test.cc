@@ -70,7 +70,8 @@ TEST_F(GrpcServerTest, APortInUseIsAnErrorThatNamesTheAddress) {
                                                                              .clock = clock,
                                                                              .metrics = server_.metrics(),
                                                                              .log = log,
-                                                                             .access = server_.access()});
+                                                                             .access = server_.access(),
+                                                                             .slow_calls = server_.slow_calls()});
   EXPECT_EQ(second.status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(second.status().message()), HasSubstr(server_.address()));
 }
@@ -152,7 +153,8 @@ TEST_F(GrpcServerTest, GrpcsOwnMessagesGoToTheLog) {
                                                                              .clock = clock,
                                                                              .metrics = server_.metrics(),
                                                                              .log = log,
-                                                                             .access = server_.access()});
+                                                                             .access = server_.access(),
+                                                                             .slow_calls = server_.slow_calls()});
   rpc::RouteGrpcLog(nullptr);
   log.Flush();
   const std::string text = ::testing::internal::GetCapturedStderr();

@@ -50,6 +50,10 @@ struct ConnectOptions {
   uint32_t receive_bytes_max = 320u << 20;
   // Append splits into messages of about so many bytes, fewer where the server's limits ask for it.
   uint32_t append_bytes = 8u << 20;
+  // Asked at the start of every call and stream for the W3C trace context that it belongs to
+  // ("00-<trace id>-<span id>-<flags>"), which the server writes into its log lines; "" for none. Empty: none is sent.
+  // Must be thread-safe.
+  std::function<std::string()> traceparent{};
   // An idle connection is probed so often; 0: never. Servers drop clients that probe more often than they allow.
   std::chrono::milliseconds keepalive_interval{0};
   // A probe unanswered for so long ends the connection.

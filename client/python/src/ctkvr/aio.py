@@ -20,7 +20,7 @@ import grpc
 
 from ctkvr import calls
 from ctkvr.calls import ClientCore, Connection, Operation, SessionCore
-from ctkvr.channel import METHODS, AioChannel, AioGrpcChannel
+from ctkvr.channel import METHODS, AioChannel, AioGrpcChannel, Traceparent
 from ctkvr.decode import DecodeCore, Step, StepResult, open_stream
 from ctkvr.embedded import EMBEDDED, AioEmbeddedChannel, check_credentials, is_embedded
 from ctkvr.errors import CtkvrError, from_rpc, make_error
@@ -112,6 +112,7 @@ async def connect(
     credentials: grpc.ChannelCredentials | None = None,
     retry: RetryOptions | None = None,
     append_bytes: int = 8 << 20,
+    traceparent: Traceparent | None = None,
 ) -> Client:
     """As ctkvr.connect."""
     channel: AioChannel
@@ -119,7 +120,7 @@ async def connect(
         check_credentials(credentials)
         channel = AioEmbeddedChannel(address or EMBEDDED)
     else:
-        channel = AioGrpcChannel(address, credentials)
+        channel = AioGrpcChannel(address, credentials, traceparent)
     connection = Connection(timeout=timeout, append_bytes=append_bytes, retry=retry or RetryOptions())
     client = Client(ClientCore(connection), Runner(channel))
     try:

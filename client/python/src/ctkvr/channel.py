@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -33,6 +34,10 @@ CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_reconnect_backoff_ms", 5000),
     ("grpc.use_local_subchannel_pool", 1),  # two clients of one process are two connections
 ]
+
+CallMetadata = tuple[tuple[str, str], ...]
+# The W3C trace context of the call that begins, "00-<trace id>-<span id>-<flags>"; None or "": none.
+Traceparent = Callable[[], str | None]
 
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # not in its stubs
 
@@ -67,6 +72,14 @@ def _methods() -> dict[str, Method]:
 
 
 METHODS = _methods()
+
+
+def trace_metadata(traceparent: Traceparent | None) -> CallMetadata:
+    """What a call carries of its trace. Texts that are no trace context are left out."""
+    text = traceparent() if traceparent else None
+    if not text or re.fullmatch(r"[0-9a-zA-Z-]{55,}", text) is None:
+        return ()
+    return (("traceparent", text),)
 
 
 class Stream(Protocol):
@@ -139,7 +152,10 @@ class AioChannel(Protocol):
 class GrpcChannel:
     """The Channel to a server."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(
+        self, address: str, credentials: grpc.ChannelCredentials | None, traceparent: Traceparent | None = None
+    ) -> None:
+        self._traceparent = traceparent
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -147,15 +163,20 @@ class GrpcChannel:
 
     def unary(self, method: Method, request: Message, timeout: float | None) -> Any:
         """As Channel.unary."""
-        return self._channel.unary_unary(method.path, method.serialize, method.deserialize)(request, timeout=timeout)
+        return self._channel.unary_unary(method.path, method.serialize, method.deserialize)(
+            request, timeout=timeout, metadata=trace_metadata(self._traceparent)
+        )
 
     def upload(self, method: Method, requests: Iterator[Message], timeout: float | None) -> Any:
         """As Channel.upload."""
-        return self._channel.stream_unary(method.path, method.serialize, method.deserialize)(requests, timeout=timeout)
+        return self._channel.stream_unary(method.path, method.serialize, method.deserialize)(
+            requests, timeout=timeout, metadata=trace_metadata(self._traceparent)
+        )
 
     def stream(self, method: Method, timeout: float | None) -> GrpcStream:
         """As Channel.stream."""
-        return GrpcStream(self._channel.stream_stream(method.path, method.serialize, method.deserialize), timeout)
+        call = self._channel.stream_stream(method.path, method.serialize, method.deserialize)
+        return GrpcStream(call, timeout, trace_metadata(self._traceparent))
 
     def close(self) -> None:
         """As Channel.close."""
@@ -165,9 +186,9 @@ class GrpcChannel:
 class GrpcStream:
     """The Stream to a server."""
 
-    def __init__(self, open_call: Any, timeout: float | None) -> None:
+    def __init__(self, open_call: Any, timeout: float | None, metadata: CallMetadata = ()) -> None:
         self._requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._call: Any = open_call(iter(self._requests.get, None), timeout=timeout)
+        self._call: Any = open_call(iter(self._requests.get, None), timeout=timeout, metadata=metadata)
 
     def write(self, request: Message) -> None:
         """As Stream.write."""
@@ -190,7 +211,10 @@ class GrpcStream:
 class AioGrpcChannel:
     """The AioChannel to a server."""
 
-    def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
+    def __init__(
+        self, address: str, credentials: grpc.ChannelCredentials | None, traceparent: Traceparent | None = None
+    ) -> None:
+        self._traceparent = traceparent
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -199,16 +223,17 @@ class AioGrpcChannel:
     async def unary(self, method: Method, request: Message, timeout: float | None) -> Any:
         """As Channel.unary."""
         call = self._channel.unary_unary(method.path, method.serialize, method.deserialize)
-        return await call(request, timeout=timeout)
+        return await call(request, timeout=timeout, metadata=trace_metadata(self._traceparent))
 
     async def upload(self, method: Method, requests: Iterator[Message], timeout: float | None) -> Any:
         """As Channel.upload."""
         call: Any = self._channel.stream_unary(method.path, method.serialize, method.deserialize)
-        return await call(requests, timeout=timeout)
+        return await call(requests, timeout=timeout, metadata=trace_metadata(self._traceparent))
 
     def stream(self, method: Method, timeout: float | None) -> AioGrpcStream:
         """As Channel.stream."""
-        return AioGrpcStream(self._channel.stream_stream(method.path, method.serialize, method.deserialize), timeout)
+        call = self._channel.stream_stream(method.path, method.serialize, method.deserialize)
+        return AioGrpcStream(call, timeout, trace_metadata(self._traceparent))
 
     async def close(self) -> None:
         """As Channel.close."""
@@ -218,8 +243,8 @@ class AioGrpcChannel:
 class AioGrpcStream:
     """The AioStream to a server."""
 
-    def __init__(self, open_call: Any, timeout: float | None) -> None:
-        self._call: Any = open_call(timeout=timeout)
+    def __init__(self, open_call: Any, timeout: float | None, metadata: CallMetadata = ()) -> None:
+        self._call: Any = open_call(timeout=timeout, metadata=metadata)
 
     async def write(self, request: Message) -> None:
         """As Stream.write."""

@@ -13,7 +13,7 @@ import grpc
 
 from ctkvr import calls
 from ctkvr.calls import ClientCore, Connection, Operation, SessionCore
-from ctkvr.channel import METHODS, Channel, GrpcChannel
+from ctkvr.channel import METHODS, Channel, GrpcChannel, Traceparent
 from ctkvr.decode import DecodeCore, Step, StepResult, open_stream
 from ctkvr.embedded import EMBEDDED, EmbeddedChannel, check_credentials, is_embedded
 from ctkvr.errors import CtkvrError, from_rpc, make_error
@@ -102,13 +102,16 @@ def connect(
     credentials: grpc.ChannelCredentials | None = None,
     retry: RetryOptions | None = None,
     append_bytes: int = 8 << 20,
+    traceparent: Traceparent | None = None,
 ) -> Client:
     """Connects to "host:port" or "unix:/path" and asks for the server's limits; or uses an engine in this process.
 
     address None is "embedded://": the engine of this process, made by the first client and ended by the last;
     ctkvr.embedded explains names and settings.
     timeout: seconds of a call with all its attempts, unless the call says otherwise. credentials None: no encryption.
-    append_bytes: append() splits into messages of about so many. Raises Unavailable: nobody answers;
+    append_bytes: append() splits into messages of about so many. traceparent: asked, on the caller's thread, at the
+    start of every call for the W3C trace context it belongs to, which the server writes into its log lines.
+    Raises Unavailable: nobody answers;
     ModuleNotFoundError: this installation has no engine.
     """
     channel: Channel
@@ -116,7 +119,7 @@ def connect(
         check_credentials(credentials)
         channel = EmbeddedChannel(address or EMBEDDED)
     else:
-        channel = GrpcChannel(address, credentials)
+        channel = GrpcChannel(address, credentials, traceparent)
     connection = Connection(timeout=timeout, append_bytes=append_bytes, retry=retry or RetryOptions())
     client = Client(ClientCore(connection), Runner(channel))
     try:
