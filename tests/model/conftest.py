@@ -27,7 +27,7 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """The models are too small for more."""
+    """Most models here are too small for more, and what shares the machine would stall two."""
     torch.set_num_threads(1)
 
 

@@ -79,9 +79,9 @@ def test_a_servers_rows_come_as_stored_and_decode_alike(server: Server, row_form
         ) as session,
     ):
         session.append(0, keys, values)
-        here = session.retrieve(0, queries, k=64, row_format="storage")
+        here: Any = session.retrieve(0, queries, k=64, row_format="storage")
         assert here.decoder is None
-        answer = session.retrieve(0, queries, k=64, row_format="storage", decode_rows=False)
+        answer: Any = session.retrieve(0, queries, k=64, row_format="storage", decode_rows=False)
         assert answer.decoder is not None
         for head in range(2):
             stored = [ctkvr.to_torch(sets[0, head], share=True) for sets in (answer.keys, answer.values)]
@@ -92,7 +92,7 @@ def test_a_servers_rows_come_as_stored_and_decode_alike(server: Server, row_form
         flat = answer.decoder.keys(ctkvr.to_torch(answer.keys.flat, share=True), heads)
         np.testing.assert_array_equal(flat.numpy(), here.keys.flat)
         with session.decode(k=64, row_format="storage", decode_rows=False) as stream:
-            step = stream.step(0, keys[0], values[0], queries).answer
+            step: Any = stream.step(0, keys[0], values[0], queries).answer
             assert step.keys.flat.dtype == np.uint8
             assert step.decoder is not None
 

@@ -14,6 +14,7 @@ from ctkvr.v1 import session_pb2
 
 from conftest import Open
 from models import FAMILIES, WINDOW, dynamic, generate, make, plain_logits, step_logits, text
+from server import SMALL_ENGINE
 
 
 def served_layers(model: Any) -> list[int]:
@@ -203,6 +204,16 @@ def test_query_centroids_get_the_prompts_queries(open_cache: Open) -> None:
     layers = cache.sessions[0].info().layers
     assert [layer.query_centroids for layer in layers] == [32] * 4
     assert all(layer.indexed_length == 300 for layer in layers)
+
+
+def test_an_engine_in_this_process_serves_as_a_server_does(open_cache: Open) -> None:
+    model, ids = make("llama"), text(300, rows=2)
+    default: dict[str, Any] = {"format": "k8v4", "source": None, "remainder": True}
+    default["selection"] = ctkvr.Selection(k=64, candidate_tokens=128, dense_below_tokens=0)
+    expected = generate(model, ids, 20, cache=open_cache(model, **default))
+    with ctkvr.connect(SMALL_ENGINE) as client, CtkvrCache(model, client, 1024, window=WINDOW, **default) as cache:
+        assert generate(model, ids, 20, cache=cache).tolist() == expected.tolist()
+        assert cache.traffic.answers == 2 * 4 * 19
 
 
 # ---- Refused, and never wrong ----------------------------------------------------------------------------------------

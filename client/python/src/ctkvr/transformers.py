@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -43,6 +43,8 @@ NAME = "ctkvr"  # of attn_implementation
 _TURN_TOKENS = 128
 _TAIL_TOKENS_MAX = 1024
 _ROTATION_SEED = 1
+_K_TOKENS = 256
+_CANDIDATES = 512  # the server's default; there must be more of them than are chosen
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _FORK = "needs ForkSession, which ctkvr servers do not serve yet: generate with num_beams=1, or with a DynamicCache"
 
@@ -65,7 +67,7 @@ class CtkvrCache(Cache):  # type: ignore[misc]
         client: Client,
         token_limit: int,
         *,
-        k: int = 256,
+        k: int | None = None,
         source: Source | None = None,
         selection: Selection | None = None,
         format: str = "k8v4",  # noqa: A002 (the contract's word)
@@ -79,10 +81,10 @@ class CtkvrCache(Cache):  # type: ignore[misc]
     ) -> None:
         """model: whose attn_implementation is "ctkvr"; client: to the server.
 
-        token_limit: most tokens of a sequence; the server admits their memory at once. k, source, selection, format,
-        options: of Client.open_session(). answer "attention": the server attends to the tokens chosen; "rows": it
-        sends their rows, and they are attended here. remainder: with an estimate of everything else. window: the newest
-        tokens, attended here in full precision.
+        token_limit: most tokens of a sequence; the server admits their memory at once. k (default 256), source,
+        selection, format, options: of Client.open_session(). answer "attention": the server attends to the tokens
+        chosen; "rows": it sends their rows, and they are attended here. remainder: with an estimate of everything
+        else. window: the newest tokens, attended here in full precision.
         keep: keys and values stay in this process's main memory too, so that a session that is lost, by a restart of
         the server for one, is filled again and the text goes on as it would have; patience: seconds to wait for the
         server then. Without it such a loss is a SessionLost, and what was generated is to be read again as a prompt.
@@ -100,6 +102,10 @@ class CtkvrCache(Cache):  # type: ignore[misc]
         self._served = [index for index, layer in enumerate(layers) if isinstance(layer, _ServedLayer)]
         if not self._served:
             raise NotImplementedError("every layer of the model sees a sliding window: there is nothing to serve")
+        selection = selection or Selection()
+        chosen = k or selection.k or _K_TOKENS
+        if selection.candidate_tokens is None and chosen > _CANDIDATES // 2:
+            selection = replace(selection, candidate_tokens=2 * chosen)
         self._client = client
         self._answer = answer
         self._remainder = remainder
@@ -114,7 +120,7 @@ class CtkvrCache(Cache):  # type: ignore[misc]
             self._options.layer_overrides.add(layers=absent, absent=True)
         self._opening: dict[str, Any] = {
             "token_limit": token_limit,
-            "k": k,
+            "k": chosen,
             "source": source,
             "selection": selection,
             "format": format,
