@@ -182,6 +182,20 @@ def test_inspect_shows_a_session_and_its_layers(serving: Serving) -> None:
         assert [layer["length"] for layer in found["layers"]] == [700, 700]
 
 
+def test_a_sessions_name_is_text_and_no_command(serving: Serving, tmp_path: Path) -> None:
+    name = "\x1b[2J [red] $x_$ \\"
+    np.save(tmp_path / "q.npy", serving.tokens.queries[:3])
+    with serving.open(name) as session:
+        session.append(0, serving.tokens.keys, serving.tokens.values)
+        for arguments in (["top", "--once", "--interval", "0.1", "--metrics="], ["inspect", name]):
+            text = serving.run(*arguments)
+            assert "?[2J [red] $x_$ \\" in text
+            assert "\x1b" not in text
+        out = tmp_path / "named.svg"
+        serving.run("plot", "positions", "--session", name, "--queries", str(tmp_path / "q.npy"), "-o", str(out))
+        assert out.exists()
+
+
 def test_what_goes_wrong_is_a_line(serving: Serving, tmp_path: Path) -> None:
     out = str(tmp_path / "out.png")
     for arguments, text, code in (

@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ctkvr.cli.looks import Looks
+from ctkvr.cli.top_view import printable
 from ctkvr.cli.trace import RecordedAnswer, Trace
 
 BINS = 256  # a side of a picture, at most
@@ -70,7 +71,8 @@ def draw_positions(looks: Looks) -> Figure:
             cmap="viridis_r",
         )
     figure.colorbar(drawn, ax=[upper, lower], label=f"mean {looks.what}")
-    upper.set(title=looks.name, ylabel="decode position")
+    upper.set_title(printable(looks.name), parse_math=False)
+    upper.set(ylabel="decode position")
     lower.yaxis.set_major_locator(MaxNLocator(integer=True))
     lower.set(xlabel="cache position", ylabel="query head")
     return figure
@@ -146,8 +148,9 @@ def draw_recall(found: Recall) -> Figure:
     missed = np.array(found.needles_missed) > 0
     axes.plot(positions[missed], np.zeros(missed.sum()), "rx", label=f"needle missed ({sum(found.needles_missed)})")
     share = "unknown" if found.needle_share is None else f"{found.needle_share:.3f}"
+    title = f"{printable(found.name)}: recall {recall.mean():.3f}, needle share {share}"
+    axes.set_title(title, parse_math=False)
     axes.set(
-        title=f"{found.name}: recall {recall.mean():.3f}, needle share {share}",
         xlabel="decode position",
         ylabel="recall",
         ylim=(-0.05, 1.05),

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ctkvr import codec
-from ctkvr.cli.top_view import NONE, needle_share_of, recall_of, share
+from ctkvr.cli.top_view import NONE, needle_share_of, printable, recall_of, share
 from ctkvr.v1 import session_pb2, tensor_pb2
 
 
@@ -27,7 +27,7 @@ def _facts(info: session_pb2.SessionInfo) -> RenderableType:
     options, geometry = info.options, info.options.geometry
     table = Table.grid(padding=(0, 2))
     rows = {
-        "session": info.session_id,
+        "session": printable(info.session_id),
         "epoch": str(info.epoch),
         "geometry": f"{geometry.layers} layers, {geometry.q_heads} query heads on {geometry.kv_heads} KV heads, "
         f"head_dim {geometry.head_dim}, value_dim {geometry.value_dim or geometry.head_dim}, "

@@ -230,8 +230,13 @@ class View:
             table.add_column(name, justify="right")
         for entry in shown:
             if not self.detail or entry.session_id in now.details:
-                table.add_row(Text(entry.session_id), *(column(entry) for column in columns.values()))
+                table.add_row(Text(printable(entry.session_id)), *(column(entry) for column in columns.values()))
         return table
+
+
+def printable(text: str) -> str:
+    """Somebody else's text, without what a terminal would act upon."""
+    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def recall_of(truth: session_pb2.Truth) -> float | None:
