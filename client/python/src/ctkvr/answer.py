@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,8 +55,12 @@ class Sets:
         """counts [P, G]. flat: [N, ...], or with `heads` [N * heads], where a set's array is [heads, n]."""
         self.shape = (int(counts.shape[0]), int(counts.shape[1]))
         self.flat = flat
+        self._counts = counts
         self._heads = heads
-        self._begins = np.concatenate(([0], np.cumsum(counts.ravel(), dtype=np.int64)))
+
+    @functools.cached_property
+    def _begins(self) -> npt.NDArray[np.int64]:
+        return np.concatenate(([0], np.cumsum(self._counts.ravel(), dtype=np.int64)))
 
     def __getitem__(self, index: tuple[int, int]) -> npt.NDArray[Any]:
         position, set_ = index

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, cast
@@ -506,7 +507,7 @@ def _stored_rows(
 
 
 def _array(data: bytes | memoryview, dtype: npt.DTypeLike, shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
-    expected = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    expected = math.prod(shape) * np.dtype(dtype).itemsize
     if len(data) != expected:
         raise ProtocolError("INTERNAL", f"answer.{name} has {len(data)} bytes; {expected} are expected")
     return np.frombuffer(data, dtype).reshape(shape)
