@@ -140,6 +140,15 @@ def test_ports_are_those_of_the_configuration(objects: Objects, pod: dict[str, A
     assert (endpoint["port"], endpoint["path"]) == ("metrics", "/metrics")
 
 
+def test_admin_is_for_who_is_in_the_pod(objects: Objects, pod: dict[str, Any], config: dict[str, str]) -> None:
+    """It listens on the pod's loopback, and no port, service or policy leads to it."""
+    address, _, port = config["admin_address"].rpartition(":")
+    assert address == "127.0.0.1"
+    assert int(port) not in [port["containerPort"] for port in pod["containers"][0]["ports"]]
+    for name in ("Service/ctkvr", "Service/ctkvr-headless"):
+        assert [port["name"] for port in objects[name]["spec"]["ports"]] == ["grpc"]
+
+
 def test_the_grace_period_outlasts_the_drain(pod: dict[str, Any], config: dict[str, str]) -> None:
     """Time to leave the services, to finish calls and to end; and liveness is slower than a drain."""
     container = pod["containers"][0]
