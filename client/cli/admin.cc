@@ -92,7 +92,7 @@ std::string LanesText(const v1::DumpStateReply& state) {
 }  // namespace
 
 CLI::App* AddAdmin(CLI::App& app, AdminFlags* flags) {
-  CLI::App* admin = app.add_subcommand("admin", "Administer a server started with --admin_address");
+  CLI::App* admin = app.add_subcommand("admin", "Administer a server whose admin_address is set");
   admin->require_subcommand(1);
   admin->fallthrough();
   admin->add_option("--admin-address", flags->address, "host:port of the server's Admin service")

@@ -113,6 +113,8 @@ def test_the_manuals_say_what_the_help_says(root: Path) -> None:
         ("ctkvr-cli re", {"replay"}),
         ("ctkvr-cli --add", {"--address"}),
         ("ctkvr-cli size --mo", {"--model"}),
+        ("ctkvr-cli admin s", {"state", "slow-calls", "sessions"}),
+        ("ctkvr-cli admin --adm", {"--admin-address"}),
         ("ctkvr-cli replay --min-needle", {"--min-needle-share"}),
     ],
 )
