@@ -208,7 +208,7 @@ class CtkvrCache(Cache):  # type: ignore[misc]
     def crop(self, tokens_to_remove: int) -> None:
         """Takes the newest -tokens_to_remove tokens back, on the server too."""
         super().crop(tokens_to_remove)
-        if tokens_to_remove and self._sequences is not None:
+        if tokens_to_remove and self._sequences is not None and not self._closed:
             rows = range(len(self._sequences.sessions))
             first: _ServedLayer = self.layers[self._served[0]]
             self._sequences.truncate([first.tokens_before(row, first.sent) for row in rows])
