@@ -7,11 +7,15 @@
 //     ▲                                     ▲ taken by
 //     └── Reservation (accounted blocks) ── Block (returned to its reservation's account when destroyed)
 //
+// Memory is passed on as it is between blocks of one owner. A block whose bytes another owner may have written is
+// zeroed when it is taken, on the stream of who takes it: in pieces as they are needed, and only where owners change.
+//
 // free_bytes() is what a reservation of a new block size could get: slabs that serve no size. Slabs return to that
 // pool when the last reserved block that needs them is gone.
 
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -27,8 +31,11 @@ namespace ctkvr {
 
 class Arena;
 
-// One block of device memory, aligned to 64 bytes, owned; its bytes are as the last owner left them.
-// Must not outlive the Reservation it was taken from.
+// Whose bytes memory holds: sessions of one tenant have one.
+using OwnerId = uint32_t;
+
+// One block of device memory, aligned to 64 bytes, owned; its bytes are zero, or as an earlier block of the same owner
+// left them, or as the backend gave them. Must not outlive the Reservation it was taken from.
 class Block {
  public:
   Block() = default;
@@ -45,6 +52,7 @@ class Block {
   Arena* arena_ = nullptr;
   std::byte* data_ = nullptr;
   size_t bytes_ = 0;
+  OwnerId owner_ = 0;
 };
 
 // So many blocks of a size, promised. Move-only; gives the promise back when destroyed. Not thread-safe.
@@ -55,7 +63,8 @@ class Reservation {
   Reservation& operator=(Reservation&& other) noexcept;
   ~Reservation();
 
-  // A block. REQUIRES: fewer than `count` blocks of this reservation are alive.
+  // A block; zeroes it first where another owner may have written, in the order of the reservation's stream.
+  // REQUIRES: fewer than `count` blocks of this reservation are alive.
   Block Take();
   size_t block_bytes() const { return block_bytes_; }
   uint64_t count() const { return count_; }
@@ -66,6 +75,8 @@ class Reservation {
   Arena* arena_ = nullptr;
   size_t block_bytes_ = 0;
   uint64_t count_ = 0;
+  OwnerId owner_ = 0;
+  Stream* stream_ = nullptr;
 };
 
 // Thread-safe: its mutex guards counters and free lists only, never a device call.
@@ -84,33 +95,45 @@ class Arena {
   static absl::StatusOr<std::unique_ptr<Arena>> Create(Backend& backend, size_t bytes);
   ~Arena();  // CHECK: nothing is reserved
 
+  // Who reserves. `stream`, of the arena's backend, carries the work on the blocks and outlives the reservations; null
+  // only where no other owner ever reserves.
+  struct Holder {
+    OwnerId owner = 0;
+    Stream* stream = nullptr;
+  };
   // One reservation for each request, all or none. RESOURCE_EXHAUSTED with bytes needed and free.
-  absl::StatusOr<std::vector<Reservation>> Reserve(std::span<const Request> requests);
+  absl::StatusOr<std::vector<Reservation>> Reserve(std::span<const Request> requests, const Holder& holder);
+  absl::StatusOr<std::vector<Reservation>> Reserve(std::span<const Request> requests) { return Reserve(requests, {}); }
 
   size_t capacity_bytes() const { return slab_count_ * kSlabBytes; }
   size_t free_bytes() const;
-  size_t reserved_bytes() const;  // blocks promised
-  size_t held_bytes() const;      // blocks alive
+  size_t reserved_bytes() const;                                                             // blocks promised
+  size_t held_bytes() const;                                                                 // blocks alive
+  uint64_t cleared_bytes() const { return cleared_bytes_.load(std::memory_order_relaxed); }  // only grows
 
  private:
   friend class Block;
   friend class Reservation;
   struct SizeClass;
 
-  Arena(DeviceBuffer memory, size_t slab_count);
-  std::byte* TakeBlock(size_t block_bytes);
-  void ReturnBlock(std::byte* data, size_t block_bytes);
+  Arena(Backend& backend, DeviceBuffer memory, size_t slab_count);
+  std::byte* TakeBlock(const Reservation& reservation);
+  std::byte* FindBlock(const Reservation& reservation, bool* clear);
+  void ReturnBlock(const Block& block);
   void Release(size_t block_bytes, uint64_t count);
   void GrowLocked(size_t block_bytes, uint64_t count);
-  void ShrinkLocked(SizeClass& size_class);
+  void ShrinkLocked(SizeClass& size_class, size_t block_bytes);
 
+  Backend& backend_;
   const DeviceBuffer memory_;
   const size_t slab_count_;
   mutable std::mutex mutex_;
   std::vector<uint32_t> free_slabs_;
+  std::vector<uint64_t> slab_writers_;  // [slab_count], of free slabs: who may have written there
   std::map<size_t, SizeClass> classes_;
   size_t reserved_bytes_ = 0;
   size_t held_bytes_ = 0;
+  std::atomic<uint64_t> cleared_bytes_{0};
 };
 
 }  // namespace ctkvr

@@ -65,13 +65,16 @@ class Backend {
 
   // Thread-safe, as Allocate and NewStream are.
   virtual BackendInfo Info() const = 0;
-  // Aligned to 2 MiB where large, else to 64 bytes. Contents unspecified. RESOURCE_EXHAUSTED.
+  // Aligned to 2 MiB where large, else to 64 bytes. Contents unspecified, but nothing of another process.
+  // RESOURCE_EXHAUSTED.
   virtual absl::StatusOr<DeviceBuffer> Allocate(size_t bytes) = 0;
   virtual absl::StatusOr<std::unique_ptr<Stream>> NewStream() = 0;
 
   // Host to device and back. The host side must stay valid until Synchronize.
   virtual absl::Status CopyIn(Stream& stream, std::byte* to, std::span<const std::byte> from) = 0;
   virtual absl::Status CopyOut(Stream& stream, std::span<std::byte> to, const std::byte* from) = 0;
+  // Zeros device memory, in the stream's order. What fails in it fails the stream: the next Synchronize says so.
+  virtual void Clear(Stream& stream, std::byte* at, size_t bytes) = 0;
   // True when the device reads and writes host memory as it is, so that staging copies can be left out.
   virtual bool SharesHostMemory() const = 0;
   virtual absl::Status Synchronize(Stream& stream) = 0;

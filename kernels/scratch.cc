@@ -20,11 +20,17 @@ absl::StatusOr<Scratch> Scratch::Create(Backend& backend, size_t bytes) {
   return Scratch(std::move(memory));
 }
 
+void Scratch::Clear(Backend& backend, Stream& stream) {
+  if (dirty_ > 0) backend.Clear(stream, memory_.data(), dirty_);
+  dirty_ = 0;
+}
+
 void* Scratch::AllocateBytes(size_t bytes) {
   const size_t begin = RoundUp(used_, kAlignment);
   if (begin > memory_.bytes() || bytes > memory_.bytes() - begin) return nullptr;
   used_ = begin + bytes;
   high_water_ = std::max(high_water_, used_);
+  dirty_ = std::max(dirty_, used_);
   return memory_.data() + begin;
 }
 

@@ -22,6 +22,8 @@ class Scratch {
     if (count > std::numeric_limits<size_t>::max() / sizeof(T)) return nullptr;
     return static_cast<T*>(AllocateBytes(count * sizeof(T)));
   }
+  // Zeros what was ever used since the last time. REQUIRES: nothing of it is in use.
+  void Clear(Backend& backend, Stream& stream);
   size_t mark() const { return used_; }
   void ResetTo(size_t mark) { used_ = mark; }
   size_t high_water_bytes() const { return high_water_; }
@@ -34,6 +36,7 @@ class Scratch {
   DeviceBuffer memory_;
   size_t used_ = 0;
   size_t high_water_ = 0;
+  size_t dirty_ = 0;
 };
 
 }  // namespace ctkvr

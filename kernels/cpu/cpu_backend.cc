@@ -84,6 +84,7 @@ class CpuBackend final : public Backend {
     if (!to.empty()) std::memcpy(to.data(), from, to.size());
     return absl::OkStatus();
   }
+  void Clear(Stream&, std::byte* at, size_t bytes) override { std::memset(at, 0, bytes); }
   bool SharesHostMemory() const override { return true; }
   absl::Status Synchronize(Stream&) override { return absl::OkStatus(); }
 

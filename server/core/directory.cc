@@ -9,32 +9,32 @@
 
 namespace ctkvr {
 
-absl::Status Directory::Claim(const std::string& id, uint32_t lane) {
+absl::Status Directory::Claim(const SessionKey& key, uint32_t lane) {
   const std::lock_guard lock(mutex_);
-  if (lanes_.contains(id)) return absl::AlreadyExistsError(absl::StrCat("session \"", id, "\" is open already"));
+  if (lanes_.contains(key)) return absl::AlreadyExistsError(absl::StrCat("session \"", key.id, "\" is open already"));
   if (lanes_.size() >= sessions_max_) {
     return MakeError(absl::StatusCode::kResourceExhausted,
                      absl::StrCat("sessions open is ", lanes_.size(), "; the limit is ", sessions_max_),
                      kReasonSessionLimit);
   }
-  lanes_[id] = lane;
-  tombstones_.erase(id);
+  lanes_[key] = lane;
+  tombstones_.erase(key);
   return absl::OkStatus();
 }
 
-absl::StatusOr<uint32_t> Directory::Find(const std::string& id) const {
+absl::StatusOr<uint32_t> Directory::Find(const SessionKey& key) const {
   const std::lock_guard lock(mutex_);
-  const auto found = lanes_.find(id);
-  if (found == lanes_.end()) return NotFoundErrorLocked(id);
+  const auto found = lanes_.find(key);
+  if (found == lanes_.end()) return NotFoundErrorLocked(key);
   return found->second;
 }
 
-void Directory::Remove(const std::string& id, const char* reason) {
+void Directory::Remove(const SessionKey& key, const char* reason) {
   const std::lock_guard lock(mutex_);
-  lanes_.erase(id);
+  lanes_.erase(key);
   if (reason == nullptr) return;
-  tombstones_[id] = {.reason = reason, .sequence = next_sequence_};
-  burials_.emplace_back(id, next_sequence_++);
+  tombstones_[key] = {.reason = reason, .sequence = next_sequence_};
+  burials_.emplace_back(key, next_sequence_++);
   while (burials_.size() > tombstones_max_) {
     const auto found = tombstones_.find(burials_.front().first);
     if (found != tombstones_.end() && found->second.sequence == burials_.front().second) tombstones_.erase(found);
@@ -42,14 +42,14 @@ void Directory::Remove(const std::string& id, const char* reason) {
   }
 }
 
-absl::Status Directory::NotFoundError(const std::string& id) const {
+absl::Status Directory::NotFoundError(const SessionKey& key) const {
   const std::lock_guard lock(mutex_);
-  return NotFoundErrorLocked(id);
+  return NotFoundErrorLocked(key);
 }
 
-absl::Status Directory::NotFoundErrorLocked(const std::string& id) const {
-  const auto found = tombstones_.find(id);
-  return EndedError(id, found == tombstones_.end() ? kReasonSessionUnknown : found->second.reason);
+absl::Status Directory::NotFoundErrorLocked(const SessionKey& key) const {
+  const auto found = tombstones_.find(key);
+  return EndedError(key.id, found == tombstones_.end() ? kReasonSessionUnknown : found->second.reason);
 }
 
 absl::Status Directory::EndedError(const std::string& id, const char* reason) {

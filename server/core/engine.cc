@@ -83,8 +83,12 @@ class Engine::Impl {
         directory(options.sessions_max, limits::kTombstonesMax * options.lanes) {}
 
   absl::Status MakeLanes() {
-    const LaneShared shared{
-        .backend = backend, .arena = *arena, .clock = clock, .stats = stats, .directory = directory};
+    const LaneShared shared{.backend = backend,
+                            .arena = *arena,
+                            .clock = clock,
+                            .stats = stats,
+                            .directory = directory,
+                            .tenants = tenants};
     for (uint32_t i = 0; i < options.lanes; ++i) {
       const Lane::Options lane_options{.scratch_bytes = options.scratch_bytes,
                                        .queue_items_max = options.queue_items_max,
@@ -100,18 +104,18 @@ class Engine::Impl {
   }
 
   // Claims the id, which may be empty, for the lane.
-  absl::Status Claim(std::string& id, uint32_t lane) {
-    if (!id.empty()) return directory.Claim(id, lane);
+  absl::Status Claim(SessionKey& key, uint32_t lane) {
+    if (!key.id.empty()) return directory.Claim(key, lane);
     for (;;) {
-      id = absl::StrCat("session-", absl::Hex(numbers.Next(), absl::kZeroPad16));
-      const absl::Status status = directory.Claim(id, lane);
+      key.id = absl::StrCat("session-", absl::Hex(numbers.Next(), absl::kZeroPad16));
+      const absl::Status status = directory.Claim(key, lane);
       if (status.code() != absl::StatusCode::kAlreadyExists) return status;
     }
   }
 
   // A session that a drain has just ended is not called closed: `drained` is set before the first of them ends.
-  absl::StatusOr<uint32_t> FindLane(const std::string& id) const {
-    absl::StatusOr<uint32_t> lane = directory.Find(id);
+  absl::StatusOr<uint32_t> FindLane(const SessionKey& key) const {
+    absl::StatusOr<uint32_t> lane = directory.Find(key);
     if (drained) return DrainingError();
     return lane;
   }
@@ -119,7 +123,7 @@ class Engine::Impl {
   // Sends work to the lane of the session, or answers at once.
   template <typename Work>
   void PostToSession(Work work, CallContext context) {
-    absl::StatusOr<uint32_t> lane = FindLane(work.session.id);
+    absl::StatusOr<uint32_t> lane = FindLane({.tenant = context.tenant, .id = work.session.id});
     if (!lane.ok()) return work.done(lane.status());
     Task task{.context = std::move(context), .work = std::move(work)};
     if (const absl::Status status = lanes[*lane]->Post(task); !status.ok()) task.Fail(status);
@@ -129,7 +133,7 @@ class Engine::Impl {
   // taken out of the request: the append goes its way.
   absl::StatusOr<uint32_t> CheckItem(StepCall& call, uint32_t item) {
     StepRequest& request = call.requests[item];
-    CTKVR_ASSIGN_OR_RETURN(const uint32_t lane, FindLane(request.session.id));
+    CTKVR_ASSIGN_OR_RETURN(const uint32_t lane, FindLane({.tenant = call.context.tenant, .id = request.session.id}));
     if (request.query.has_value()) {
       const absl::Status status = CheckElements("queries", request.query->queries, request.query->dtype).status();
       if (!status.ok() && !request.chunk.has_value()) return status;
@@ -153,6 +157,7 @@ class Engine::Impl {
   HostBudget slot_table_budget{limits::kSlotTableBytesMax};
   const std::unique_ptr<Arena> arena;
   Directory directory;
+  TenantLedger tenants;
   std::vector<std::unique_ptr<Lane>> lanes;  // last: gone before what they share
   std::atomic<bool> draining{false};
   std::atomic<bool> drained{false};
@@ -190,23 +195,28 @@ void Engine::Open(std::string id, SessionConfig config, CallContext context, Cal
   absl::StatusOr<HostBudget::Grant> host_memory =
       impl_->slot_table_budget.Take(Session::SlotTableBytes(config) + Session::TagBytes(config));
   if (!host_memory.ok()) return done(host_memory.status());
+  absl::StatusOr<TenantLedger::Grant> quota = impl_->tenants.Admit(context.tenant, planned_bytes);
+  if (!quota.ok()) return done(quota.status());
   uint32_t lane = 0;
   for (uint32_t i = 1; i < impl_->lanes.size(); ++i) {
     if (impl_->lanes[i]->planned_bytes() < impl_->lanes[lane]->planned_bytes()) lane = i;
   }
-  if (const absl::Status status = impl_->Claim(id, lane); !status.ok()) return done(status);
+  SessionKey key{.tenant = context.tenant, .id = std::move(id)};
+  if (const absl::Status status = impl_->Claim(key, lane); !status.ok()) return done(status);
   impl_->lanes[lane]->AddPlannedBytes(planned_bytes);
   Task task{.context = std::move(context),
-            .work = OpenTask{.spec = {.id = id,
+            .work = OpenTask{.spec = {.id = key.id,
                                       .epoch = impl_->numbers.Next(),
                                       .config = std::move(config),
+                                      .tenant = key.tenant,
+                                      .quota = *std::move(quota),
                                       .host_memory = *std::move(host_memory),
                                       .observer = impl_->options.observer},
                              .planned_bytes = planned_bytes,
                              .done = std::move(done)}};
   if (const absl::Status status = impl_->lanes[lane]->Post(task); !status.ok()) {
     impl_->lanes[lane]->SubtractPlannedBytes(planned_bytes);
-    impl_->directory.Remove(id, nullptr);
+    impl_->directory.Remove(key, nullptr);
     task.Fail(status);
   }
 }
@@ -273,7 +283,7 @@ void Engine::List(std::string after, uint32_t limit, CallContext context, Callba
   }
   auto* const call = new ListCall;  // owned by its parts
   const Part<ListCall> whole(call);
-  call->after = std::move(after);
+  call->after = {.tenant = context.tenant, .id = std::move(after)};
   call->limit = limit;
   call->done = std::move(done);
   call->lanes.resize(impl_->lanes.size());
@@ -318,6 +328,7 @@ EngineMemory Engine::memory() const {
           .arena_free_bytes = arena.free_bytes(),
           .arena_reserved_bytes = arena.reserved_bytes(),
           .arena_held_bytes = arena.held_bytes(),
+          .arena_cleared_bytes = arena.cleared_bytes(),
           .slot_table_bytes = impl_->slot_table_budget.used()};
 }
 
@@ -326,6 +337,10 @@ std::vector<LaneState> Engine::lanes() const {
   for (const auto& lane : impl_->lanes) states.push_back(lane->State());
   return states;
 }
+
+void Engine::SetTenantQuotas(const std::map<TenantId, TenantQuota>& quotas) { impl_->tenants.SetQuotas(quotas); }
+
+std::map<TenantId, TenantUsage> Engine::tenant_usage() const { return impl_->tenants.Usage(); }
 
 bool Engine::RunLane(uint32_t lane) {
   CTKVR_CHECK(!impl_->options.threads && lane < impl_->lanes.size());

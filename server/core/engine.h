@@ -11,13 +11,16 @@
 // when the queue is full, the engine drains or the session is unknown. Callbacks must not block. A session's calls
 // take effect in the order they were made.
 //
+// A call names and lists the sessions of CallContext.tenant alone; another tenant's answer as if they had never been.
+//
 // Errors common to the calls that name a session: NOT_FOUND (never opened, closed, expired: see error.h),
-// FAILED_PRECONDITION (epoch, fingerprint, failed session), RESOURCE_EXHAUSTED (queue), DEADLINE_EXCEEDED, CANCELLED,
-// UNAVAILABLE (draining is refused for Open only; after Drain everything is).
+// FAILED_PRECONDITION (epoch, fingerprint, failed session), RESOURCE_EXHAUSTED (queue, the tenant's share of it),
+// DEADLINE_EXCEEDED, CANCELLED, UNAVAILABLE (draining is refused for Open only; after Drain everything is).
 
 #pragma once
 
 #include <chrono>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,6 +29,7 @@
 #include "kernels/backend.h"
 #include "server/core/clock.h"
 #include "server/core/stats.h"
+#include "server/core/tenant_ledger.h"
 #include "server/core/types.h"
 
 namespace ctkvr {
@@ -53,7 +57,8 @@ struct EngineMemory {
   uint64_t arena_free_bytes = 0;
   uint64_t arena_reserved_bytes = 0;
   uint64_t arena_held_bytes = 0;
-  uint64_t slot_table_bytes = 0;  // host memory beside the arena
+  uint64_t arena_cleared_bytes = 0;  // where owners changed; only grows
+  uint64_t slot_table_bytes = 0;     // host memory beside the arena
 };
 
 // A lane as it is now.
@@ -72,7 +77,7 @@ class Engine {
   ~Engine();  // drains at once
 
   // `id` empty: the engine names it. FAILED_PRECONDITION: it wants to be recorded, and there is no observer.
-  // ALREADY_EXISTS; RESOURCE_EXHAUSTED (ARENA_FULL, HOST_MEMORY_FULL, SESSION_LIMIT);
+  // ALREADY_EXISTS; RESOURCE_EXHAUSTED (ARENA_FULL, HOST_MEMORY_FULL, SESSION_LIMIT, MEMORY_QUOTA, SESSION_QUOTA);
   // INVALID_ARGUMENT.
   void Open(std::string id, SessionConfig config, CallContext context, Callback<SessionInfo> done);
 
@@ -89,6 +94,10 @@ class Engine {
   void Maintain(SessionRef session, std::vector<uint32_t> layers, CallContext context, Callback<MaintainResult> done);
   // At most `limit` sessions with id > `after`, by id.
   void List(std::string after, uint32_t limit, CallContext context, Callback<std::vector<SessionSummary>> done);
+
+  // What each tenant may hold, in place of what was set before; nothing is ended. See TenantLedger.
+  void SetTenantQuotas(const std::map<TenantId, TenantQuota>& quotas);
+  std::map<TenantId, TenantUsage> tenant_usage() const;
 
   // From now on Open answers UNAVAILABLE (DRAINING).
   void StartDraining();

@@ -17,6 +17,11 @@ inline constexpr char kReasonArenaFull[] = "ARENA_FULL";
 inline constexpr char kReasonHostMemoryFull[] = "HOST_MEMORY_FULL";
 inline constexpr char kReasonQueueFull[] = "QUEUE_FULL";
 inline constexpr char kReasonSessionLimit[] = "SESSION_LIMIT";
+// What one tenant may hold or ask for is used up.
+inline constexpr char kReasonMemoryQuota[] = "MEMORY_QUOTA";
+inline constexpr char kReasonSessionQuota[] = "SESSION_QUOTA";
+inline constexpr char kReasonQueueQuota[] = "QUEUE_QUOTA";
+inline constexpr char kReasonRateQuota[] = "RATE_QUOTA";          // metadata retry_ms
 inline constexpr char kReasonWrongPosition[] = "WRONG_POSITION";  // metadata expected_position
 inline constexpr char kReasonTokenLimit[] = "TOKEN_LIMIT";        // metadata token_limit
 inline constexpr char kReasonDifferentBytes[] = "DIFFERENT_BYTES";

@@ -23,6 +23,8 @@ struct Overloaded : Handlers... {
   using Handlers::operator()...;
 };
 
+SessionKey KeyOf(const SessionSpec& spec) { return {.tenant = spec.tenant, .id = spec.id}; }
+
 absl::Status StoppedError() {
   return MakeError(absl::StatusCode::kUnavailable, "the server is draining", kReasonDraining);
 }
@@ -41,6 +43,11 @@ void ListCall::Complete() {
   std::sort(merged.begin(), merged.end(), [](const SessionSummary& a, const SessionSummary& b) { return a.id < b.id; });
   if (merged.size() > limit) merged.resize(limit);
   done(std::move(merged));
+}
+
+TenantId Task::tenant() const {
+  const auto* part = std::get_if<StepPart>(&work);
+  return part != nullptr ? part->call->context.tenant : context.tenant;
 }
 
 void Task::Fail(const absl::Status& status) {
@@ -83,6 +90,7 @@ absl::Status Lane::Post(Task& task) {
                                     options_.queue_items_max),
                        kReasonQueueFull);
     }
+    if (absl::Status status = shared_.tenants.Enqueue(task.tenant()); !status.ok()) return status;
     queue_.push_back({.task = std::move(task), .arrived = now});
     shared_.stats.queued_items.fetch_add(1, std::memory_order_relaxed);
   }
@@ -173,7 +181,9 @@ void Lane::Stop() {
   }
   shared_.stats.queued_items.fetch_sub(static_cast<int64_t>(left.size()), std::memory_order_relaxed);
   for (Queued& queued : left) {
-    if (const auto* open = std::get_if<OpenTask>(&queued.task.work)) shared_.directory.Remove(open->spec.id, nullptr);
+    shared_.tenants.Dequeue(queued.task.tenant());
+    if (const auto* open = std::get_if<OpenTask>(&queued.task.work))
+      shared_.directory.Remove(KeyOf(open->spec), nullptr);
     queued.task.Fail(StoppedError());
   }
   for (Job& job : jobs_) job.task.done(StoppedError());
@@ -186,13 +196,15 @@ void Lane::RunBatch(std::vector<Queued> batch) {
   stats.queued_items.fetch_sub(static_cast<int64_t>(batch.size()), std::memory_order_relaxed);
   stats.batches.fetch_add(1, std::memory_order_relaxed);
   stats.batch_items.fetch_add(batch.size(), std::memory_order_relaxed);
-  StepRunner steps(device(), shared_.clock, stats,
-                   {.find = [this](const SessionRef& ref, TimePoint arrived) { return Find(ref, arrived); },
-                    .appended = [this](Session& session) { NoteMaintenance(session); },
-                    .sample = [this](Session& session) { return shadows_.Sample(session); }});
+  StepRunner steps(
+      device(), shared_.clock, stats,
+      {.find = [this](const SessionRef& ref, TenantId tenant, TimePoint arrived) { return Find(ref, tenant, arrived); },
+       .appended = [this](Session& session) { NoteMaintenance(session); },
+       .sample = [this](Session& session) { return shadows_.Sample(session); }});
   const TimePoint now = shared_.clock.Now();
   steps.SetPolicyInputs(ReadPolicyInputs(batch, now));
   for (Queued& queued : batch) {
+    shared_.tenants.Dequeue(queued.task.tenant());
     auto* part = std::get_if<StepPart>(&queued.task.work);
     const CallContext& context = part != nullptr ? part->call->context : queued.task.context;
     stats.stages[static_cast<size_t>(Stage::kWait)].Observe(now - queued.arrived);
@@ -203,7 +215,7 @@ void Lane::RunBatch(std::vector<Queued> batch) {
       stats.expired_in_queue.fetch_add(1, std::memory_order_relaxed);
       if (auto* open = std::get_if<OpenTask>(&queued.task.work)) {
         SubtractPlannedBytes(open->planned_bytes);
-        shared_.directory.Remove(open->spec.id, nullptr);
+        shared_.directory.Remove(KeyOf(open->spec), nullptr);
       }
       queued.task.Fail(expired);
     } else if (part != nullptr) {
@@ -233,12 +245,13 @@ void Lane::RunTask(Queued& queued) {
              queued.task.work);
 }
 
-absl::StatusOr<Session*> Lane::Find(const SessionRef& ref, TimePoint arrived) {
-  Session* session = table_.Find(ref.id, arrived);
+absl::StatusOr<Session*> Lane::Find(const SessionRef& ref, TenantId tenant, TimePoint arrived) {
+  const SessionKey key{.tenant = tenant, .id = ref.id};
+  Session* session = table_.Find(key, arrived);
   if (session == nullptr) {
     // Sessions end between batches only, for steps point at them.
-    return table_.Contains(ref.id) ? Directory::EndedError(ref.id, kReasonLeaseExpired)
-                                   : shared_.directory.NotFoundError(ref.id);
+    return table_.Contains(key) ? Directory::EndedError(ref.id, kReasonLeaseExpired)
+                                : shared_.directory.NotFoundError(key);
   }
   CTKVR_RETURN_IF_ERROR(session->Check(ref));
   table_.Renew(*session, shared_.clock.Now());
@@ -246,18 +259,19 @@ absl::StatusOr<Session*> Lane::Find(const SessionRef& ref, TimePoint arrived) {
 }
 
 void Lane::Run(OpenTask& task) {
-  const std::string id = task.spec.id;
+  const SessionKey key = KeyOf(task.spec);
+  NoteTenant(key.tenant);
   absl::StatusOr<std::unique_ptr<Session>> session = Session::Create(std::move(task.spec), shared_.arena, device());
   if (!session.ok()) {
     NoteDeviceError(shared_.stats, session.status());
     SubtractPlannedBytes(task.planned_bytes);
-    shared_.directory.Remove(id, nullptr);
+    shared_.directory.Remove(key, nullptr);
     task.done(session.status());
     return;
   }
   const TimePoint now = shared_.clock.Now();
   const Session& opened = **session;
-  if (opened.observer() != nullptr) opened.observer()->Opened(id, opened.epoch(), opened.config());
+  if (opened.observer() != nullptr) opened.observer()->Opened(key.id, opened.epoch(), opened.config());
   table_.Insert(*std::move(session), now);
   shared_.stats.sessions_opened.fetch_add(1, std::memory_order_relaxed);
   shared_.stats.sessions.fetch_add(1, std::memory_order_relaxed);
@@ -268,7 +282,7 @@ void Lane::Run(OpenTask& task) {
 }
 
 void Lane::Run(const Queued& queued, TruncateTask& task) {
-  const absl::StatusOr<Session*> session = Find(task.session, queued.arrived);
+  const absl::StatusOr<Session*> session = Find(task.session, queued.task.context.tenant, queued.arrived);
   if (!session.ok()) return task.done(session.status());
   if (absl::Status status = (*session)->CheckHealthy(); !status.ok()) return task.done(status);
   const int64_t layers_before = (*session)->layers_held();
@@ -286,15 +300,15 @@ void Lane::Run(const Queued& queued, TruncateTask& task) {
 }
 
 void Lane::Run(const Queued& queued, CloseTask& task) {
-  const absl::StatusOr<Session*> session = Find(task.session, queued.arrived);
+  const absl::StatusOr<Session*> session = Find(task.session, queued.task.context.tenant, queued.arrived);
   if (!session.ok()) return task.done(session.status());
   const CloseResult result{.epoch = (*session)->epoch(), .freed_bytes = (*session)->Memory().reserved_bytes};
-  EndSession(table_.Remove((*session)->id()), SessionEnd::kClosed, kReasonSessionClosed);
+  EndSession(table_.Remove((*session)->key()), SessionEnd::kClosed, kReasonSessionClosed);
   task.done(result);
 }
 
 void Lane::Run(const Queued& queued, GetTask& task) {
-  const absl::StatusOr<Session*> session = Find(task.session, queued.arrived);
+  const absl::StatusOr<Session*> session = Find(task.session, queued.task.context.tenant, queued.arrived);
   if (!session.ok()) return task.done(session.status());
   SessionInfo info = (*session)->Info();
   info.lease_remaining_seconds = table_.LeaseRemainingSeconds(**session, shared_.clock.Now());
@@ -303,14 +317,14 @@ void Lane::Run(const Queued& queued, GetTask& task) {
 }
 
 void Lane::Run(const Queued& queued, KeepAliveTask& task) {
-  const absl::StatusOr<Session*> session = Find(task.session, queued.arrived);
+  const absl::StatusOr<Session*> session = Find(task.session, queued.task.context.tenant, queued.arrived);
   if (!session.ok()) return task.done(session.status());
   task.done(LeaseResult{.epoch = (*session)->epoch(),
                         .lease_remaining_seconds = table_.LeaseRemainingSeconds(**session, shared_.clock.Now())});
 }
 
 void Lane::Run(Queued& queued, MaintainTask& task) {
-  const absl::StatusOr<Session*> session = Find(task.session, queued.arrived);
+  const absl::StatusOr<Session*> session = Find(task.session, queued.task.context.tenant, queued.arrived);
   if (!session.ok()) return task.done(session.status());
   absl::Status status = (*session)->CheckHealthy();
   if (status.ok()) status = (*session)->RequestMaintenance(task.layers);
@@ -325,12 +339,13 @@ void Lane::Run(ListTask& task) {
 }
 
 void Lane::EndSession(std::unique_ptr<Session> session, SessionEnd end, const char* reason) {
-  const std::string id = session->id();
+  const SessionKey key = session->key();
   const uint64_t planned_bytes = Session::PlannedBytes(session->config());
   const auto tokens = static_cast<int64_t>(session->tokens_held());
   const auto layers = static_cast<int64_t>(session->layers_held());
   if (session->observer() != nullptr) session->observer()->Ended(session->epoch());
   session.reset();  // memory first: who hears or counts that the session is gone may open another
+  if (several_tenants_) scratch_.Clear(shared_.backend, *stream_);
   SubtractPlannedBytes(planned_bytes);
   Stats& stats = shared_.stats;
   stats.tokens_held.fetch_sub(tokens, std::memory_order_relaxed);
@@ -338,7 +353,14 @@ void Lane::EndSession(std::unique_ptr<Session> session, SessionEnd end, const ch
   stats.sessions.fetch_sub(1, std::memory_order_relaxed);
   sessions_.fetch_sub(1, std::memory_order_relaxed);
   stats.sessions_ended[static_cast<size_t>(end)].fetch_add(1, std::memory_order_release);
-  shared_.directory.Remove(id, reason);
+  shared_.directory.Remove(key, reason);
+}
+
+void Lane::NoteTenant(TenantId tenant) {
+  if (!first_tenant_.has_value()) first_tenant_ = tenant;
+  if (several_tenants_ || *first_tenant_ == tenant) return;
+  several_tenants_ = true;
+  scratch_.Clear(shared_.backend, *stream_);
 }
 
 void Lane::Sweep() {
@@ -350,17 +372,17 @@ void Lane::Sweep() {
 // ---- Maintenance ---------------------------------------------------------------------------------------------------
 
 void Lane::NoteMaintenance(const Session& session) {
-  if (!session.MaintenanceDue() || !in_maintenance_queue_.insert(session.id()).second) return;
-  maintenance_queue_.push_back(session.id());
+  if (!session.MaintenanceDue() || !in_maintenance_queue_.insert(session.key()).second) return;
+  maintenance_queue_.push_back(session.key());
 }
 
 bool Lane::MaintainOnce() {
   if (maintenance_queue_.empty()) return false;
-  const std::string id = std::move(maintenance_queue_.front());
+  const SessionKey key = std::move(maintenance_queue_.front());
   maintenance_queue_.pop_front();
-  in_maintenance_queue_.erase(id);
+  in_maintenance_queue_.erase(key);
   const TimePoint start = shared_.clock.Now();
-  Session* session = table_.Find(id, start);
+  Session* session = table_.Find(key, start);
   if (session == nullptr || !session->MaintenanceDue()) return true;
   const absl::Status status = session->MaintenanceStep(device());
   shared_.stats.maintenance_steps.fetch_add(1, std::memory_order_relaxed);
@@ -387,9 +409,10 @@ void Lane::CheckJobs() {
   const TimePoint now = shared_.clock.Now();
   std::deque<Job> waiting;
   for (Job& job : std::exchange(jobs_, {})) {
-    Session* session = table_.Find(job.task.session.id, now);
+    const SessionKey key{.tenant = job.context.tenant, .id = job.task.session.id};
+    Session* session = table_.Find(key, now);
     if (session == nullptr || session->epoch() != job.epoch) {
-      job.task.done(shared_.directory.NotFoundError(job.task.session.id));
+      job.task.done(shared_.directory.NotFoundError(key));
     } else if (absl::Status expired = CheckContext(job.context, now, "the index was built"); !expired.ok()) {
       job.task.done(expired);
     } else if (absl::Status healthy = session->CheckHealthy(); !healthy.ok()) {

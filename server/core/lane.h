@@ -66,7 +66,7 @@ struct MaintainTask {
 
 // Every lane contributes its first sessions; the last one merges.
 struct ListCall : JoinedCall {
-  std::string after;
+  SessionKey after;  // and whose
   uint32_t limit = 0;
   Callback<std::vector<SessionSummary>> done;
   std::vector<absl::StatusOr<std::vector<SessionSummary>>> lanes;  // each written by its lane
@@ -82,6 +82,7 @@ struct Task {
   CallContext context;  // unused for steps: theirs is in the call
   std::variant<OpenTask, StepPart, TruncateTask, CloseTask, GetTask, KeepAliveTask, MaintainTask, ListTask> work;
 
+  TenantId tenant() const;
   // Answers with an error.
   void Fail(const absl::Status& status);
 };
@@ -95,6 +96,7 @@ struct LaneShared {
   const Clock& clock;
   Stats& stats;
   Directory& directory;
+  TenantLedger& tenants;
 };
 
 class Lane {
@@ -109,8 +111,8 @@ class Lane {
   static absl::StatusOr<std::unique_ptr<Lane>> Create(const Options& options, const LaneShared& shared);
   ~Lane();
 
-  // Thread-safe. Never blocks. Takes the task when OK; RESOURCE_EXHAUSTED (QUEUE_FULL) or UNAVAILABLE (stopped)
-  // leaves it to the caller.
+  // Thread-safe. Never blocks. Takes the task when OK; RESOURCE_EXHAUSTED (QUEUE_FULL,
+  // QUEUE_QUOTA) or UNAVAILABLE (stopped) leaves it to the caller.
   absl::Status Post(Task& task);
   // Thread-safe. Bytes of sessions open or on their way here, by which Open chooses a lane.
   uint64_t planned_bytes() const { return planned_bytes_.load(std::memory_order_relaxed); }
@@ -155,9 +157,11 @@ class Lane {
   void Run(const Queued& queued, KeepAliveTask& task);
   void Run(Queued& queued, MaintainTask& task);
   void Run(ListTask& task);
-  // Checks the reference and renews the lease.
-  absl::StatusOr<Session*> Find(const SessionRef& ref, TimePoint arrived);
+  // Checks the reference to a session of the tenant and renews the lease.
+  absl::StatusOr<Session*> Find(const SessionRef& ref, TenantId tenant, TimePoint arrived);
   void EndSession(std::unique_ptr<Session> session, SessionEnd end, const char* reason);
+  // Sees to it that no scratch carries rows of an ended session to another tenant.
+  void NoteTenant(TenantId tenant);
   void Sweep();
   void NoteMaintenance(const Session& session);
   bool MaintainOnce();
@@ -176,10 +180,12 @@ class Lane {
   // Of the lane's thread alone.
   SessionTable table_;
   LoadMeter load_;
-  std::deque<std::string> maintenance_queue_;  // ids of sessions that are due, each once
-  std::set<std::string> in_maintenance_queue_;
+  std::deque<SessionKey> maintenance_queue_;  // of sessions that are due, each once
+  std::set<SessionKey> in_maintenance_queue_;
   std::deque<Job> jobs_;
   ShadowRunner shadows_;
+  std::optional<TenantId> first_tenant_;
+  bool several_tenants_ = false;  // had sessions here since the start
 
   std::mutex mutex_;  // guards all below
   std::condition_variable work_cv_;

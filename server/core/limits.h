@@ -74,6 +74,15 @@ inline constexpr uint32_t kQueueItemsDefault = 1024;  // waiting calls a lane
 inline constexpr uint32_t kListSessionsPageMax = 1000;
 inline constexpr size_t kTombstonesMax = 4096;  // closed and expired ids remembered a lane, for NOT_FOUND's text
 
+// Access control. Tenants label series; tokens of a tenant are several while they are rotated.
+inline constexpr size_t kTenantsMax = 256;
+inline constexpr size_t kTenantNameBytesMax = 64;
+inline constexpr size_t kTenantTokensMax = 64;
+inline constexpr size_t kTenantCertificatesMax = 64;
+inline constexpr size_t kTokenBytesMax = 512;
+inline constexpr size_t kAccessFileBytesMax = size_t{1} << 20;
+inline constexpr uint32_t kCallsPerSecondMax = 1000000;
+
 // The key mean is taken over this many tokens after the sinks; until a layer holds sinks + this many, keys stay raw.
 inline constexpr uint32_t kMeanTokens = 512;
 // Logits of the first pass are made so much flatter, by its number of planes, before they are ranked: the noise of a

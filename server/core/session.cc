@@ -68,7 +68,8 @@ uint64_t Session::TagBytes(const SessionConfig& config) {
 
 absl::StatusOr<std::unique_ptr<Session>> Session::Create(SessionSpec spec, Arena& arena, LaneDevice device) {
   SessionPlan plan = PlanSession(spec.config);
-  absl::StatusOr<std::vector<Reservation>> reservations = arena.Reserve(plan.memory.requests());
+  absl::StatusOr<std::vector<Reservation>> reservations =
+      arena.Reserve(plan.memory.requests(), Arena::Holder{.owner = spec.tenant, .stream = &device.stream});
   if (!reservations.ok()) {
     return MakeError(absl::StatusCode::kResourceExhausted, std::string(reservations.status().message()),
                      kReasonArenaFull);

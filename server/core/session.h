@@ -19,6 +19,7 @@
 #include "server/core/host_budget.h"
 #include "server/core/layer.h"
 #include "server/core/quality.h"
+#include "server/core/tenant_ledger.h"
 #include "server/core/truth.h"
 #include "server/core/types.h"
 
@@ -31,6 +32,8 @@ struct SessionSpec {
   std::string id;
   uint64_t epoch = 0;
   SessionConfig config;
+  TenantId tenant = kDefaultTenant;
+  TenantLedger::Grant quota;      // of the tenant
   HostBudget::Grant host_memory;  // of slot tables and tags
   SessionObserver* observer = nullptr;
 };
@@ -54,6 +57,7 @@ class Session {
   bool failed() const { return failed_; }
 
   const std::string& id() const { return spec_.id; }
+  SessionKey key() const { return {.tenant = spec_.tenant, .id = spec_.id}; }
   uint64_t epoch() const { return spec_.epoch; }
   const SessionConfig& config() const { return spec_.config; }
   // Who is told of what it does; null: nobody.

@@ -3,6 +3,7 @@
 #include "server/core/session_table.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "kernels/base/check.h"
 
@@ -11,27 +12,27 @@ namespace ctkvr {
 void SessionTable::Insert(std::unique_ptr<Session> session, TimePoint now) {
   const TimePoint expiry = now + session->config().lease;
   expiries_.emplace(expiry, session.get());
-  const std::string id = session->id();
-  const bool fresh = entries_.emplace(id, Entry{.session = std::move(session), .expiry = expiry}).second;
+  SessionKey key = session->key();
+  const bool fresh = entries_.emplace(std::move(key), Entry{.session = std::move(session), .expiry = expiry}).second;
   CTKVR_CHECK(fresh);
 }
 
-Session* SessionTable::Find(const std::string& id, TimePoint arrived) const {
-  const auto found = entries_.find(id);
+Session* SessionTable::Find(const SessionKey& key, TimePoint arrived) const {
+  const auto found = entries_.find(key);
   if (found == entries_.end() || arrived >= found->second.expiry) return nullptr;
   return found->second.session.get();
 }
 
 void SessionTable::Renew(const Session& session, TimePoint now) {
-  Entry& entry = entries_.at(session.id());
+  Entry& entry = entries_.at(session.key());
   const TimePoint expiry = std::max(entry.expiry, now + session.config().lease);
   expiries_.erase({entry.expiry, &session});
   expiries_.emplace(expiry, &session);
   entry.expiry = expiry;
 }
 
-std::unique_ptr<Session> SessionTable::Remove(const std::string& id) {
-  const auto found = entries_.find(id);
+std::unique_ptr<Session> SessionTable::Remove(const SessionKey& key) {
+  const auto found = entries_.find(key);
   if (found == entries_.end()) return nullptr;
   std::unique_ptr<Session> session = std::move(found->second.session);
   expiries_.erase({found->second.expiry, session.get()});
@@ -42,14 +43,14 @@ std::unique_ptr<Session> SessionTable::Remove(const std::string& id) {
 std::vector<std::unique_ptr<Session>> SessionTable::TakeExpired(TimePoint now) {
   std::vector<std::unique_ptr<Session>> expired;
   while (!expiries_.empty() && expiries_.begin()->first <= now) {
-    expired.push_back(Remove(expiries_.begin()->second->id()));
+    expired.push_back(Remove(expiries_.begin()->second->key()));
   }
   return expired;
 }
 
 std::vector<std::unique_ptr<Session>> SessionTable::TakeAll() {
   std::vector<std::unique_ptr<Session>> sessions;
-  for (auto& [id, entry] : entries_) sessions.push_back(std::move(entry.session));
+  for (auto& [key, entry] : entries_) sessions.push_back(std::move(entry.session));
   entries_.clear();
   expiries_.clear();
   return sessions;
@@ -61,13 +62,14 @@ std::optional<TimePoint> SessionTable::next_expiry() const {
 }
 
 uint32_t SessionTable::LeaseRemainingSeconds(const Session& session, TimePoint now) const {
-  const auto remaining = entries_.at(session.id()).expiry - now;
+  const auto remaining = entries_.at(session.key()).expiry - now;
   return static_cast<uint32_t>(std::max<int64_t>(0, std::chrono::ceil<std::chrono::seconds>(remaining).count()));
 }
 
-std::vector<SessionSummary> SessionTable::List(const std::string& after, size_t limit, TimePoint now) const {
+std::vector<SessionSummary> SessionTable::List(const SessionKey& after, size_t limit, TimePoint now) const {
   std::vector<SessionSummary> summaries;
   for (auto it = entries_.upper_bound(after); it != entries_.end() && summaries.size() < limit; ++it) {
+    if (it->first.tenant != after.tenant) break;
     summaries.push_back(it->second.session->Summary());
     summaries.back().lease_remaining_seconds = LeaseRemainingSeconds(*it->second.session, now);
   }

@@ -42,7 +42,7 @@ void OfferShadow(Session& session, RetrievalItem& item, ShadowSlot& slot, Stats&
   if (slot.has_value()) return SkipShadow(&session, ShadowSkip::kBusy, stats);
   const Query& query = *item.query;
   const std::span<const std::byte> queries = query.queries.last(query.queries.size() / query.positions);
-  ShadowQuery shadow{.session_id = session.id(),
+  ShadowQuery shadow{.session = session.key(),
                      .epoch = session.epoch(),
                      .truncations = session.truncations(),
                      .code_generation = item.layer->code_generation(),

@@ -30,7 +30,7 @@ struct RetrievalItem;
 
 // What the last position of a retrieval saw and chose.
 struct ShadowQuery {
-  std::string session_id;
+  SessionKey session;
   uint64_t epoch = 0;
   uint64_t truncations = 0;  // of the session so far
   uint32_t code_generation = 0;

@@ -54,7 +54,7 @@ bool ShadowRunner::RunSlice(LaneDevice device, const SessionTable& sessions) {
   if (!pending()) return false;
   Refill(start);
   if (saved_ <= 0) return false;
-  Session* const session = sessions.Find(query().session_id, start);
+  Session* const session = sessions.Find(query().session, start);
   if (session == nullptr || session->epoch() != query().epoch) {
     Skip(nullptr, ShadowSkip::kClosed);
     return true;

@@ -19,7 +19,7 @@ void StepRunner::Add(StepPart part, TimePoint arrived) {
 void StepRunner::AddItem(StepCall& call, uint32_t item, TimePoint arrived) {
   const StepRequest& request = call.requests[item];
   StepResult& result = call.results[item];
-  const absl::StatusOr<Session*> session = hooks_.find(request.session, arrived);
+  const absl::StatusOr<Session*> session = hooks_.find(request.session, call.context.tenant, arrived);
   if (!session.ok()) {
     call.Fail(item, session.status());
     return;

@@ -44,8 +44,8 @@ struct StepPart {
 
 class StepRunner {
  public:
-  // Finds a session by reference for a call queued at `arrived`, renews its lease, or says why not.
-  using Finder = std::function<absl::StatusOr<Session*>(const SessionRef&, TimePoint arrived)>;
+  // Finds a session of the tenant by reference for a call queued at `arrived`, renews its lease, or says why not.
+  using Finder = std::function<absl::StatusOr<Session*>(const SessionRef&, TenantId, TimePoint arrived)>;
   // Told of every session that tokens were appended to.
   using Observer = std::function<void(Session&)>;
   // Where a retrieval of the session leaves what an exact repeat needs; null: it is not sampled.

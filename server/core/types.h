@@ -23,13 +23,16 @@
 #include "server/core/explain.h"
 #include "server/core/session_config.h"
 #include "server/core/stages.h"
+#include "server/core/tenant.h"
 
 namespace ctkvr {
 
 // ---- Requests ----------------------------------------------------------------------------------------------------
 
-// When a call stops being worth doing. Looked at before work starts and before rows are gathered.
+// Who calls, and when the call stops being worth doing: looked at before work starts and before rows are gathered.
+// To a call there are no sessions but its tenant's.
 struct CallContext {
+  TenantId tenant = kDefaultTenant;
   TimePoint deadline = TimePoint::max();
   std::function<bool()> cancelled;  // thread-safe; empty: never
   StageTimes* times = nullptr;      // where the call's time goes, for whoever asks; outlives the callback

@@ -254,6 +254,103 @@ TEST_F(ArenaTest, RandomHistoriesKeepTheAccountAndNeverHandOutABlockTwice) {
   EXPECT_EQ(arena->free_bytes(), arena->capacity_bytes());
 }
 
+// ---- Owners --------------------------------------------------------------------------------------------------------
+
+// Owners that fill their blocks with their own number.
+constexpr OwnerId kOwners = 3;
+
+// Raw memory is read, all of it: no byte is another owner's.
+void ExpectNothingOfOthers(const Block& block, OwnerId owner) {
+  for (OwnerId other = 1; other <= kOwners; ++other) {
+    if (other == owner) continue;
+    ASSERT_EQ(std::memchr(block.data(), static_cast<int>(other), block.bytes()), nullptr) << other << " wrote there";
+  }
+}
+
+class ArenaOwnersTest : public ArenaTest {
+ protected:
+  Reservation ReserveFor(Arena& arena, OwnerId owner, size_t block_bytes, uint64_t count) {
+    const Arena::Request request{.block_bytes = block_bytes, .count = count};
+    return std::move(arena.Reserve({&request, 1}, {.owner = owner, .stream = stream_.get()})->at(0));
+  }
+  // Takes every block, fills it, gives it back.
+  void Use(Reservation reservation, OwnerId owner) {
+    std::vector<Block> blocks;
+    for (uint64_t i = 0; i < reservation.count(); ++i) {
+      blocks.push_back(reservation.Take());
+      ExpectNothingOfOthers(blocks.back(), owner);
+      std::memset(blocks.back().data(), static_cast<int>(owner), blocks.back().bytes());
+    }
+  }
+
+  std::unique_ptr<Stream> stream_ = *backend_->NewStream();
+};
+
+TEST_F(ArenaOwnersTest, WhatOneOwnerWroteIsZeroToTheNext) {
+  const auto arena = MakeArena(2);
+  Use(ReserveFor(*arena, 1, 4096, 2 * kSlab / 4096), 1);
+  EXPECT_EQ(arena->cleared_bytes(), 0u) << "memory that nobody had";
+  Use(ReserveFor(*arena, 1, 8192, 2 * kSlab / 8192), 1);
+  EXPECT_EQ(arena->cleared_bytes(), 0u) << "its own";
+  Use(ReserveFor(*arena, 2, 65536, 2 * kSlab / 65536), 2);
+  EXPECT_EQ(arena->cleared_bytes(), 2 * kSlab) << "cut anew";
+  Use(ReserveFor(*arena, 2, kSlab, 2), 2);
+  EXPECT_EQ(arena->cleared_bytes(), 2 * kSlab);
+}
+
+TEST_F(ArenaOwnersTest, ASlabThatSeveralWroteToIsNobodysOwn) {
+  const auto arena = MakeArena(1);
+  Use(ReserveFor(*arena, 1, kSlab / 2, 2), 1);
+  Use(ReserveFor(*arena, 2, kSlab / 2, 1), 2);
+  for (OwnerId owner : {1, 2}) Use(ReserveFor(*arena, owner, kSlab, 1), owner);
+}
+
+TEST_F(ArenaOwnersTest, TheEndOfASlabThatNoBlockFillsKeepsItsWriter) {
+  const auto arena = MakeArena(1);
+  Use(ReserveFor(*arena, 1, kSlab, 1), 1);
+  Use(ReserveFor(*arena, 2, 300032, kSlab / 300032), 2);  // leaves 297,152 bytes of the slab alone
+  Use(ReserveFor(*arena, 2, kSlab, 1), 2);
+}
+
+TEST_F(ArenaOwnersTest, RandomHistoriesNeverShowWhatAnotherOwnerWrote) {
+  SCOPED_TRACE(testing::TestSeed());
+  std::mt19937_64 random = testing::MakeRandom(22);
+  struct Held {
+    OwnerId owner;
+    Reservation reservation;
+    std::vector<Block> blocks;
+  };
+  const size_t sizes[] = {4096, 65536, 300032, kSlab / 2, kSlab};
+  const auto arena = MakeArena(6);
+  std::vector<Held> all;
+  for (int step = 0; step < 3000; ++step) {
+    const uint64_t action = random() % 10;
+    if (action < 2) {
+      const OwnerId owner = 1 + random() % kOwners;
+      const Arena::Request request{.block_bytes = sizes[random() % 5], .count = 1 + random() % 20};
+      auto granted = arena->Reserve({&request, 1}, {.owner = owner, .stream = stream_.get()});
+      if (granted.ok()) all.push_back({.owner = owner, .reservation = std::move(granted->at(0)), .blocks = {}});
+    } else if (action < 4 && !all.empty()) {
+      std::swap(all[random() % all.size()], all.back());
+      all.back().blocks.clear();
+      all.pop_back();
+    } else if (!all.empty()) {
+      Held& one = all[random() % all.size()];
+      if (action < 8 && one.blocks.size() < one.reservation.count()) {
+        one.blocks.push_back(one.reservation.Take());
+        ExpectNothingOfOthers(one.blocks.back(), one.owner);
+        if (HasFatalFailure()) return;
+        std::memset(one.blocks.back().data(), static_cast<int>(one.owner), one.blocks.back().bytes());
+      } else if (!one.blocks.empty()) {
+        std::swap(one.blocks[random() % one.blocks.size()], one.blocks.back());
+        one.blocks.pop_back();
+      }
+    }
+  }
+  EXPECT_GT(arena->cleared_bytes(), 0u);
+  all.clear();
+}
+
 TEST_F(ArenaTest, ThreadsReserveTakeAndReturnAtOnce) {
   const auto arena = MakeArena(16);
   std::atomic<int> refused = 0;

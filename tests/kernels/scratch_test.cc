@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "kernels/backend_registry.h"
 
 namespace ctkvr {
@@ -51,6 +53,22 @@ TEST_F(ScratchTest, ResetGivesTheSameMemoryAgainAndKeepsTheHighWater) {
   EXPECT_EQ(scratch.Allocate<float>(50), first);
   EXPECT_EQ(scratch.high_water_bytes(), 128u + 400u);
   EXPECT_EQ(scratch.capacity_bytes(), 4096u);
+}
+
+TEST_F(ScratchTest, ClearingZeroesAllThatWasUsedSince) {
+  const auto stream = *backend_->NewStream();
+  Scratch scratch = *Scratch::Create(*backend_, 4096);
+  auto* bytes = scratch.Allocate<unsigned char>(1000);
+  std::fill_n(bytes, 1000, 0x77);
+  scratch.ResetTo(0);
+  (void)scratch.Allocate<std::byte>(10);
+  scratch.ResetTo(0);
+  scratch.Clear(*backend_, *stream);
+  EXPECT_EQ(std::count(bytes, bytes + 1000, 0), 1000);
+  std::fill_n(bytes, 1000, 0x77);  // not allocated: nothing of it is used
+  scratch.Clear(*backend_, *stream);
+  EXPECT_EQ(std::count(bytes, bytes + 1000, 0x77), 1000);
+  EXPECT_EQ(scratch.high_water_bytes(), 1000u) << "of all time";
 }
 
 TEST_F(ScratchTest, MemoryThatCannotBeHadIsExhausted) {

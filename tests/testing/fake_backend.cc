@@ -65,6 +65,18 @@ absl::StatusOr<DeviceBuffer> FakeBackend::Allocate(size_t bytes) {
   return buffer;
 }
 
+size_t FakeBackend::CountIn(size_t allocation, std::span<const std::byte> bytes) const {
+  const std::lock_guard lock(mutex_);
+  const auto& [begin, size] = allocated_.at(allocation);
+  size_t count = 0;
+  const auto* at = begin;
+  while ((at = static_cast<const std::byte*>(memmem(at, begin + size - at, bytes.data(), bytes.size()))) != nullptr) {
+    ++at;
+    ++count;
+  }
+  return count;
+}
+
 absl::StatusOr<std::unique_ptr<Stream>> FakeBackend::NewStream() {
   absl::StatusOr<std::unique_ptr<Stream>> real = real_->NewStream();
   if (!real.ok()) return real.status();
@@ -197,6 +209,11 @@ absl::Status FakeBackend::CopyIn(Stream& stream, std::byte* to, std::span<const 
   }
   fake_stream.waiting.push_back([this, &fake_stream, to, from] { return real_->CopyIn(*fake_stream.real, to, from); });
   return fault;
+}
+
+void FakeBackend::Clear(Stream& stream, std::byte* at, size_t bytes) {
+  ExpectOnDevice("Clear", at);
+  real_->Clear(*static_cast<FakeStream&>(stream).real, at, bytes);
 }
 
 absl::Status FakeBackend::CopyOut(Stream& stream, std::span<std::byte> to, const std::byte* from) {

@@ -51,6 +51,8 @@ class FakeBackend final : public Backend {
                                std::span<const ScoreTokensItem>, std::span<const SelectListsItem>,
                                std::span<const MergeCandidatesItem>, std::span<const EstimateRestItem>>;
   void Watch(std::function<void(const Watched&)> watch) { watch_ = std::move(watch); }
+  // How often these bytes lie in the `allocation`-th piece of memory that was asked for.
+  size_t CountIn(size_t allocation, std::span<const std::byte> bytes) const;
   // What the last failing call was, "WriteTokens"; empty: none has failed.
   std::string failed_call() const;
 
@@ -58,6 +60,7 @@ class FakeBackend final : public Backend {
   absl::StatusOr<DeviceBuffer> Allocate(size_t bytes) override;
   absl::StatusOr<std::unique_ptr<Stream>> NewStream() override;
   absl::Status CopyIn(Stream& stream, std::byte* to, std::span<const std::byte> from) override;
+  void Clear(Stream& stream, std::byte* at, size_t bytes) override;
   absl::Status CopyOut(Stream& stream, std::span<std::byte> to, const std::byte* from) override;
   bool SharesHostMemory() const override { return options_.shares_host_memory; }
   absl::Status Synchronize(Stream& stream) override;

@@ -23,10 +23,10 @@ class SessionTableTest : public ::testing::Test {
         stream_(*backend_.NewStream()),
         scratch_(*Scratch::Create(backend_, 4096)) {}
 
-  void Insert(const std::string& id, seconds lease) {
+  void Insert(const std::string& id, seconds lease, TenantId tenant = kDefaultTenant) {
     SessionConfig config = SmallConfig(SmallLayer(), 64);
     config.lease = lease;
-    auto session = Session::Create({.id = id, .epoch = 1, .config = config}, *arena_,
+    auto session = Session::Create({.id = id, .epoch = 1, .config = config, .tenant = tenant}, *arena_,
                                    {.backend = backend_, .stream = *stream_, .scratch = scratch_});
     ASSERT_THAT(session, IsOk());
     table_.Insert(*std::move(session), clock_.Now());
@@ -64,41 +64,56 @@ TEST_F(SessionTableTest, RenewingMovesTheEnd) {
   Insert("a", seconds(10));
   Insert("b", seconds(12));
   clock_.Advance(seconds(5));
-  table_.Renew(*table_.Find("a", clock_.Now()), clock_.Now());
-  EXPECT_EQ(table_.LeaseRemainingSeconds(*table_.Find("a", clock_.Now()), clock_.Now()), 10u);
+  table_.Renew(*table_.Find({.id = "a"}, clock_.Now()), clock_.Now());
+  EXPECT_EQ(table_.LeaseRemainingSeconds(*table_.Find({.id = "a"}, clock_.Now()), clock_.Now()), 10u);
   clock_.Advance(seconds(7));
   EXPECT_THAT(Expired(), ElementsAre("b"));
   clock_.Advance(std::chrono::milliseconds(2001));
-  EXPECT_EQ(table_.LeaseRemainingSeconds(*table_.Find("a", clock_.Now()), clock_.Now()), 1u) << "rounded up";
+  EXPECT_EQ(table_.LeaseRemainingSeconds(*table_.Find({.id = "a"}, clock_.Now()), clock_.Now()), 1u) << "rounded up";
 }
 
 TEST_F(SessionTableTest, ACallThatArrivedAfterTheEndDoesNotFindIt) {
   Insert("a", seconds(10));
   const TimePoint opened = clock_.Now();
-  EXPECT_NE(table_.Find("a", opened + seconds(10) - std::chrono::nanoseconds(1)), nullptr);
-  EXPECT_EQ(table_.Find("a", opened + seconds(10)), nullptr);
-  EXPECT_TRUE(table_.Contains("a"));
-  EXPECT_EQ(table_.Find("b", opened), nullptr);
+  EXPECT_NE(table_.Find({.id = "a"}, opened + seconds(10) - std::chrono::nanoseconds(1)), nullptr);
+  EXPECT_EQ(table_.Find({.id = "a"}, opened + seconds(10)), nullptr);
+  EXPECT_TRUE(table_.Contains({.id = "a"}));
+  EXPECT_EQ(table_.Find({.id = "b"}, opened), nullptr);
 }
 
 TEST_F(SessionTableTest, ListsAreByIdAndContinue) {
   for (const char* id : {"c", "a", "d", "b"}) Insert(id, seconds(10));
   const auto ids = [&](const std::string& after, size_t limit) {
     std::vector<std::string> listed;
-    for (const SessionSummary& summary : table_.List(after, limit, clock_.Now())) listed.push_back(summary.id);
+    for (const SessionSummary& summary : table_.List({.id = after}, limit, clock_.Now())) listed.push_back(summary.id);
     return listed;
   };
   EXPECT_THAT(ids("", 2), ElementsAre("a", "b"));
   EXPECT_THAT(ids("b", 2), ElementsAre("c", "d"));
   EXPECT_THAT(ids("d", 2), ElementsAre());
   EXPECT_THAT(ids("aa", 1), ElementsAre("b"));
-  EXPECT_EQ(table_.List("", 1, clock_.Now())[0].lease_remaining_seconds, 10u);
+  EXPECT_EQ(table_.List({}, 1, clock_.Now())[0].lease_remaining_seconds, 10u);
+}
+
+TEST_F(SessionTableTest, ListsAreOfOneTenant) {
+  for (const char* id : {"a", "b"}) Insert(id, seconds(10), 1);
+  for (const char* id : {"b", "c"}) Insert(id, seconds(10), 2);
+  const auto ids = [&](const SessionKey& after) {
+    std::vector<std::string> listed;
+    for (const SessionSummary& summary : table_.List(after, 10, clock_.Now())) listed.push_back(summary.id);
+    return listed;
+  };
+  EXPECT_THAT(ids({.tenant = 0}), ElementsAre());
+  EXPECT_THAT(ids({.tenant = 1}), ElementsAre("a", "b"));
+  EXPECT_THAT(ids({.tenant = 1, .id = "a"}), ElementsAre("b"));
+  EXPECT_THAT(ids({.tenant = 2, .id = "a"}), ElementsAre("b", "c"));
+  EXPECT_EQ(table_.Find({.tenant = 2, .id = "a"}, clock_.Now()), nullptr);
 }
 
 TEST_F(SessionTableTest, ARemovedSessionLeavesNoLease) {
   Insert("a", seconds(10));
-  EXPECT_NE(table_.Remove("a"), nullptr);
-  EXPECT_EQ(table_.Remove("a"), nullptr);
+  EXPECT_NE(table_.Remove({.id = "a"}), nullptr);
+  EXPECT_EQ(table_.Remove({.id = "a"}), nullptr);
   EXPECT_EQ(table_.next_expiry(), std::nullopt);
   EXPECT_EQ(table_.size(), 0u);
 }
