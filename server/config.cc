@@ -137,6 +137,14 @@ absl::Status CheckAddress(const Values& values, const std::string& name, const s
   return encrypted ? absl::OkStatus() : CheckPlaintext(values, name, address);
 }
 
+absl::Status CheckTokens(const Values& values, const std::string& name, const std::string& address) {
+  const bool readable = values.tls_certificate.empty() && !IsLoopback(address);
+  if (values.access_file.empty() || !readable || values.allow_plaintext_tokens) return absl::OkStatus();
+  return absl::InvalidArgumentError("access_file is \"" + values.access_file + "\" and " + name + " is " + address +
+                                    ": tokens would cross the network in the clear. Give tls_certificate and tls_key, "
+                                    "or give --allow_plaintext_tokens where something else encrypts connections.");
+}
+
 // What is derived where a setting is 0, for --print-config to say.
 using Derived = std::map<std::string, std::string>;
 
@@ -159,7 +167,9 @@ absl::StatusOr<Config> MakeConfig(const Values& values, Derived& derived) {
   }
   if (!values.admin_address.empty()) {
     CTKVR_RETURN_IF_ERROR(CheckAddress(values, "admin_address", values.admin_address));
+    CTKVR_RETURN_IF_ERROR(CheckTokens(values, "admin_address", values.admin_address));
   }
+  CTKVR_RETURN_IF_ERROR(CheckTokens(values, "listen_address", values.listen_address));
   Config config;
   config.listen_address = values.listen_address;
   config.metrics_address = values.metrics_address;
@@ -167,6 +177,7 @@ absl::StatusOr<Config> MakeConfig(const Values& values, Derived& derived) {
   config.tls_certificate = values.tls_certificate;
   config.tls_key = values.tls_key;
   config.tls_client_ca = values.tls_client_ca;
+  config.access_file = values.access_file;
   config.backend = values.backend;
   config.engine = MakeEngineOptions(values);
   if (values.lanes == 0) derived["lanes"] = absl::StrCat("Here 0 is ", config.engine.lanes);

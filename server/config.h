@@ -34,6 +34,7 @@ struct Config {
   std::string tls_certificate;  // paths; empty: no TLS
   std::string tls_key;
   std::string tls_client_ca;
+  std::string access_file;  // empty: access is off
   std::string backend;
   EngineOptions engine;  // resolved: lanes and arena_bytes are never 0
   obs::LogOptions log;

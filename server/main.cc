@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "kernels/backend_registry.h"
+#include "server/access_file.h"
 #include "server/config.h"
 #include "server/memory_limit.h"
 #include "server/obs/ready_file.h"
@@ -41,11 +42,26 @@ rpc::TlsFiles Tls(const Config& config) {
   return {.certificate = config.tls_certificate, .key = config.tls_key, .client_ca = config.tls_client_ca};
 }
 
+rpc::Access::Options AccessOptions(const Config& config) {
+  return {.file = config.access_file, .parse = ParseAccessFile};
+}
+
+// Off without a file.
+absl::StatusOr<std::unique_ptr<rpc::Access>> OpenAccess(const Config& config, Engine& engine, obs::Log& log) {
+  if (config.access_file.empty()) return std::make_unique<rpc::Access>();
+  return rpc::Access::Create(AccessOptions(config), engine, log);
+}
+
 // What can be told without serving: the settings were read already; certificates and the backend can be had here.
 int Check(const Config& config) {
   obs::Log log(config.log);
-  const auto credentials = rpc::MakeServerCredentials(Tls(config));
+  rpc::Access off;
+  const auto credentials = rpc::MakeServerCredentials(Tls(config), off);
   if (!credentials.ok()) return Refuse(log, credentials.status());
+  if (!config.access_file.empty()) {
+    const auto rules = rpc::Access::ReadRules(AccessOptions(config));
+    if (!rules.ok()) return Refuse(log, rules.status());
+  }
   const auto backend = CreateBackend(config.backend);
   return backend.ok() ? kExitOk : Refuse(log, backend.status());
 }
@@ -80,12 +96,13 @@ int Serve(const Config& config, StopSignals& stop) {
   }
   auto engine = Engine::Create(engine_options, **backend, clock);
   if (!engine.ok()) return Refuse(log, WithMemory(config.engine, engine.status()));
-  obs::Metrics metrics((*engine)->stats(), [&] { return rpc::SampleEngine(**engine); },
+  auto access = OpenAccess(config, **engine, log);
+  if (!access.ok()) return Refuse(log, access.status());
+  obs::Metrics metrics((*engine)->stats(), [&] { return rpc::SampleServer(**engine, **access); },
                        rpc::EngineFacts(**engine, kVersion));
-  rpc::Access access;
   obs::SlowCalls slow_calls(config.slow_call);
   const rpc::Edge edge{
-      .engine = **engine, .clock = clock, .metrics = metrics, .log = log, .access = access, .slow_calls = slow_calls};
+      .engine = **engine, .clock = clock, .metrics = metrics, .log = log, .access = **access, .slow_calls = slow_calls};
   auto server =
       rpc::GrpcServer::Start({.address = config.listen_address, .version = kVersion, .tls = Tls(config)}, edge);
   if (!server.ok()) return Refuse(log, server.status());

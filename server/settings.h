@@ -38,6 +38,8 @@ struct Values {
   std::string tls_certificate;
   std::string tls_key;
   std::string tls_client_ca;
+  std::string access_file;
+  bool allow_plaintext_tokens = false;
   std::string backend;
   uint64_t lanes = 0;
   uint64_t arena_bytes = 0;

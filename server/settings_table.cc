@@ -16,8 +16,8 @@ constexpr char kSizeUnit[] = "bytes, or with KiB, MiB, GiB, TiB";
 constexpr const char* kBoolUnit = Setting::kBoolUnit;
 constexpr uint64_t kMebi = uint64_t{1} << 20;
 
-// What is served, and with what.
-std::vector<Setting> EngineSettings() {
+// Where it listens, and who gets in.
+std::vector<Setting> EdgeSettings() {
   return {
       {.name = "listen_address",
        .unit = "address",
@@ -49,6 +49,23 @@ std::vector<Setting> EngineSettings() {
        .default_text = "",
        .field = &Values::tls_client_ca,
        .help = "PEM file of who signs clients' certificates: only clients with one may connect. Empty: all may."},
+      {.name = "access_file",
+       .unit = "path",
+       .default_text = "",
+       .field = &Values::access_file,
+       .help =
+           "File of TOML that names who may call, read again when it changes. Empty: whoever connects, one tenant."},
+      {.name = "allow_plaintext_tokens",
+       .unit = kBoolUnit,
+       .default_text = "false",
+       .field = &Values::allow_plaintext_tokens,
+       .help = "Take tokens over connections that are not encrypted, on an address that other machines can reach."},
+  };
+}
+
+// What computes, and with what.
+std::vector<Setting> EngineSettings() {
+  return {
       {.name = "backend",
        .unit = "name",
        .default_text = "auto",
@@ -186,8 +203,8 @@ std::vector<Setting> TruthSettings() {
 
 const std::vector<Setting>& Table() {
   static const auto* const table = [] {
-    auto* rows = new std::vector<Setting>(EngineSettings());
-    for (const std::vector<Setting>& more : {ProcessSettings(), AdminSettings(), TruthSettings()}) {
+    auto* rows = new std::vector<Setting>(EdgeSettings());
+    for (const std::vector<Setting>& more : {EngineSettings(), ProcessSettings(), AdminSettings(), TruthSettings()}) {
       rows->insert(rows->end(), more.begin(), more.end());
     }
     return rows;

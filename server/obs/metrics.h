@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 //
 // The /metrics page: what calls did (counted here) and what the engine counted (read from its Stats when the page is
-// asked for). Every series exists from the start and their number never changes: no label carries what a client chose.
-// Reading the page takes no lock of a lane. Thread-safe.
+// asked for). Every series exists from the start and their number never changes, save that a tenant's come and go with
+// its name in the access file: no label carries what a client chose. Reading the page takes
+// no lock of a lane. Thread-safe.
 //
 // Names start with ctkvr_; counters end in _total, times are in seconds (_seconds), sizes in bytes (_bytes).
 
@@ -24,6 +25,7 @@
 #include "prometheus/histogram.h"
 #include "prometheus/registry.h"
 #include "server/core/stats.h"
+#include "server/obs/access_sample.h"
 
 namespace prometheus {
 class Exposer;
@@ -85,8 +87,10 @@ struct ServerSample {
   uint64_t arena_free_bytes = 0;
   uint64_t arena_reserved_bytes = 0;
   uint64_t arena_held_bytes = 0;
+  uint64_t arena_cleared_bytes = 0;
   uint64_t slot_table_bytes = 0;
   bool draining = false;
+  AccessSample access;
 };
 
 // What never changes while the process lives.

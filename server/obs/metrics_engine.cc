@@ -28,9 +28,12 @@ class Page {
   }
   void Open(const char* name, const char* help, MetricType type) { families_.push_back({name, help, type, {}}); }
   void CounterSeries(std::vector<ClientMetric::Label> labels, double value) {
+    Series(MetricType::Counter, std::move(labels), value);
+  }
+  void Series(MetricType type, std::vector<ClientMetric::Label> labels, double value) {
     ClientMetric& metric = families_.back().metric.emplace_back();
     metric.label = std::move(labels);
-    metric.counter.value = value;
+    (type == MetricType::Counter ? metric.counter.value : metric.gauge.value) = value;
   }
   void HistogramSeries(std::vector<ClientMetric::Label> labels, const DurationHistogram::Snapshot& snapshot) {
     ClientMetric& metric = families_.back().metric.emplace_back();
@@ -148,6 +151,8 @@ void AddServer(const ServerSample& sample, const ServerFacts& facts, double star
   page.Gauge("ctkvr_arena_free_bytes", "Of it, can be admitted now.", static_cast<double>(sample.arena_free_bytes));
   page.Gauge("ctkvr_arena_reserved_bytes", "Of it, admitted.", static_cast<double>(sample.arena_reserved_bytes));
   page.Gauge("ctkvr_arena_held_bytes", "Of it, taken for tokens.", static_cast<double>(sample.arena_held_bytes));
+  page.Counter("ctkvr_arena_cleared_bytes_total", "Of it, zeroed because another tenant's sessions had held it.",
+               sample.arena_cleared_bytes);
   page.Gauge("ctkvr_slot_table_bytes", "Host memory beside the arena, for workers' row caches and tokens' tags.",
              static_cast<double>(sample.slot_table_bytes));
   page.Gauge("ctkvr_sessions_max", "Sessions that may be open.", static_cast<double>(facts.sessions_max));
@@ -156,6 +161,40 @@ void AddServer(const ServerSample& sample, const ServerFacts& facts, double star
   page.Gauge("ctkvr_start_time_seconds", "When the server started, seconds since 1970.", start_time_seconds);
   page.Gauge("ctkvr_build_info", "1; the labels say what runs.", 1);
   page.last().metric.back().label = {{"version", facts.version}, {"backend", facts.backend}, {"device", facts.device}};
+}
+
+// A tenant's, by name: as many as the access file names, and for as long.
+void AddTenants(const std::vector<TenantSample>& tenants, Page& page) {
+  const auto family = [&](const char* name, const char* help, MetricType type, uint64_t (*read)(const TenantSample&)) {
+    page.Open(name, help, type);
+    for (const TenantSample& tenant : tenants) {
+      page.Series(type, {{"tenant", tenant.name}}, static_cast<double>(read(tenant)));
+    }
+  };
+  family("ctkvr_tenant_sessions", "Sessions of a tenant that are open.", MetricType::Gauge,
+         [](const TenantSample& t) { return t.usage.sessions; });
+  family("ctkvr_tenant_reserved_bytes", "Of the arena, admitted to a tenant.", MetricType::Gauge,
+         [](const TenantSample& t) { return t.usage.memory_bytes; });
+  family("ctkvr_tenant_queue_items", "Calls of a tenant that wait for a lane.", MetricType::Gauge,
+         [](const TenantSample& t) { return t.usage.queued_calls; });
+  family("ctkvr_tenant_calls_total", "Calls, and messages of streams, of a tenant.", MetricType::Counter,
+         [](const TenantSample& t) { return t.calls; });
+  page.Open("ctkvr_tenant_refusals_total", "Calls that a tenant's quota refused, by which.", MetricType::Counter);
+  for (const TenantSample& tenant : tenants) {
+    for (size_t i = 0; i < kQuotaKindCount; ++i) {
+      page.CounterSeries({{"tenant", tenant.name}, {"quota", kQuotaNames[i]}},
+                         static_cast<double>(tenant.usage.refusals[i]));
+    }
+    page.CounterSeries({{"tenant", tenant.name}, {"quota", "rate"}}, static_cast<double>(tenant.rate_refusals));
+  }
+}
+
+void AddAccess(const AccessSample& access, Page& page) {
+  page.Open("ctkvr_access_refusals_total", "Calls refused for who called, by what was wrong.", MetricType::Counter);
+  for (size_t i = 0; i < kAccessRefusalCount; ++i) {
+    page.CounterSeries({{"reason", kAccessRefusalNames[i]}}, static_cast<double>(access.refusals[i]));
+  }
+  AddTenants(access.tenants, page);
 }
 
 }  // namespace
@@ -173,7 +212,9 @@ std::vector<prometheus::MetricFamily> EngineCollector::Collect() const {
   AddWork(stats_, page);
   AddTruth(stats_, page);
   AddQueue(stats_, facts_, page);
-  AddServer(sample_(), facts_, start_time_seconds_, page);
+  const ServerSample sample = sample_();
+  AddServer(sample, facts_, start_time_seconds_, page);
+  AddAccess(sample.access, page);
   return page.Take();
 }
 

@@ -164,8 +164,9 @@ grpc::Status AdminService::Serve(obs::AdminMethod method, const Context& context
 
 void AdminService::Header(v1::ReplyHeader* header) const { EncodeHeader(edge_.engine.boot_id(), 0, header); }
 
-absl::Status AdminService::CheckTenant(const std::string& name) const {
-  if (name.empty() || edge_.access.FindTenant(name).has_value()) return absl::OkStatus();
+absl::StatusOr<std::vector<Tenant>> AdminService::TenantsOf(const std::string& name) const {
+  if (name.empty()) return edge_.access.Tenants();
+  if (const auto id = edge_.access.FindTenant(name)) return std::vector<Tenant>{{.id = *id, .name = name}};
   return absl::InvalidArgumentError("tenant is \"" + CapMessage(name) + "\"; there is none of that name");
 }
 
@@ -174,55 +175,84 @@ absl::Status AdminService::CheckTenant(const std::string& name) const {
 grpc::Status AdminService::ListTenantSessions(Context* context, const v1::ListTenantSessionsRequest* request,
                                               v1::ListTenantSessionsReply* reply) {
   return Serve(obs::AdminMethod::kListTenantSessions, *context, *request, [&]() -> absl::StatusOr<std::string> {
-    CTKVR_RETURN_IF_ERROR(CheckTenant(request->tenant()));
+    CTKVR_ASSIGN_OR_RETURN(const std::vector<Tenant> tenants, TenantsOf(request->tenant()));
     CTKVR_RETURN_IF_ERROR(AtMost("page_size", request->page_size(), limits::kListSessionsPageMax));
-    CTKVR_RETURN_IF_ERROR(AtMost("page_token bytes", request->page_token().size(), limits::kSessionIdBytesMax));
-    const uint32_t size = request->page_size() == 0 ? limits::kListSessionsPageMax : request->page_size();
-    using Summaries = std::vector<SessionSummary>;
-    CTKVR_ASSIGN_OR_RETURN(const Summaries summaries, Await<Summaries>([&](auto done) {
-                             edge_.engine.List(request->page_token(), size, ContextOf(*context, edge_.clock),
-                                               std::move(done));
-                           }));
-    for (const SessionSummary& summary : summaries) {
-      v1::TenantSession* session = reply->add_sessions();
-      session->set_tenant(Tenant().name);
-      EncodeSummary(summary, session->mutable_session());
+    CTKVR_RETURN_IF_ERROR(AtMost("page_token bytes", request->page_token().size(),
+                                 limits::kTenantNameBytesMax + 1 + limits::kSessionIdBytesMax));
+    const int size = request->page_size() == 0 ? static_cast<int>(limits::kListSessionsPageMax)
+                                               : static_cast<int>(request->page_size());
+    // The last session of the page before: tenant, "/", id. Names of tenants have none.
+    const size_t slash = std::min(request->page_token().find('/'), request->page_token().size());
+    const std::string last_tenant = request->page_token().substr(0, slash);
+    for (const Tenant& tenant : tenants) {
+      if (tenant.name < last_tenant) continue;
+      std::string after;
+      if (tenant.name == last_tenant && slash < request->page_token().size()) {
+        after = request->page_token().substr(slash + 1);
+      }
+      CallContext whose = ContextOf(*context, edge_.clock);
+      whose.tenant = tenant.id;
+      using Summaries = std::vector<SessionSummary>;
+      const auto left = static_cast<uint32_t>(size - reply->sessions_size());
+      CTKVR_ASSIGN_OR_RETURN(const Summaries summaries, Await<Summaries>([&](auto done) {
+                               edge_.engine.List(after, left, whose, std::move(done));
+                             }));
+      for (const SessionSummary& summary : summaries) {
+        v1::TenantSession* session = reply->add_sessions();
+        session->set_tenant(tenant.name);
+        EncodeSummary(summary, session->mutable_session());
+      }
+      if (reply->sessions_size() < size) continue;
+      reply->set_next_page_token(tenant.name + "/" + summaries.back().id);
+      break;
     }
-    if (summaries.size() == size) reply->set_next_page_token(summaries.back().id);
     Header(reply->mutable_header());
-    return absl::StrCat(summaries.size(), " sessions");
+    return absl::StrCat(reply->sessions_size(), " sessions");
   });
 }
 
-absl::Status AdminService::CloseOne(const SessionRef& session, const CallContext& context,
+// An id may be open for several tenants.
+absl::Status AdminService::CloseOne(const SessionRef& session, const std::vector<Tenant>& tenants, CallContext context,
                                     v1::CloseSessionsReply* reply) {
-  const auto result = Await<CloseResult>([&](auto done) { edge_.engine.Close(session, context, std::move(done)); });
-  if (absl::IsDeadlineExceeded(result.status()) || absl::IsCancelled(result.status())) return result.status();
-  if (result.ok()) {
-    reply->set_closed(reply->closed() + 1);
-    reply->set_freed_bytes(reply->freed_bytes() + result->freed_bytes);
-  } else if (reply->failures_size() < static_cast<int>(limits::kListSessionsPageMax)) {
+  absl::Status failure_status = absl::OkStatus();
+  bool closed = false;
+  for (const Tenant& tenant : tenants) {
+    context.tenant = tenant.id;
+    const auto result = Await<CloseResult>([&](auto done) { edge_.engine.Close(session, context, std::move(done)); });
+    if (absl::IsDeadlineExceeded(result.status()) || absl::IsCancelled(result.status())) return result.status();
+    if (result.ok()) {
+      closed = true;
+      reply->set_closed(reply->closed() + 1);
+      reply->set_freed_bytes(reply->freed_bytes() + result->freed_bytes);
+    } else if (failure_status.ok() || absl::IsNotFound(failure_status)) {
+      failure_status = result.status();
+    }
+  }
+  const bool failed = !failure_status.ok() && (!closed || !absl::IsNotFound(failure_status));
+  if (failed && reply->failures_size() < static_cast<int>(limits::kListSessionsPageMax)) {
     v1::CloseSessionsReply::Failure* failure = reply->add_failures();
     failure->set_session_id(session.id);
-    EncodeItemStatus(result.status(), failure->mutable_status());
+    EncodeItemStatus(failure_status, failure->mutable_status());
   }
   return absl::OkStatus();
 }
 
-absl::Status AdminService::CloseById(const v1::CloseSessionsRequest& request, const CallContext& context,
-                                     v1::CloseSessionsReply* reply) {
+absl::Status AdminService::CloseById(const v1::CloseSessionsRequest& request, const std::vector<Tenant>& tenants,
+                                     const CallContext& context, v1::CloseSessionsReply* reply) {
   for (int i = 0; i < request.session_ids_size(); ++i) {
     const FieldPath field("session_ids", i);
     const std::string& id = request.session_ids(i);
     if (id.empty()) return absl::InvalidArgumentError(field.Text() + " is empty; the least is 1 byte");
     CTKVR_RETURN_IF_ERROR(AtMost(field, id.size(), limits::kSessionIdBytesMax));
   }
-  for (const std::string& id : request.session_ids()) CTKVR_RETURN_IF_ERROR(CloseOne({.id = id}, context, reply));
+  for (const std::string& id : request.session_ids())
+    CTKVR_RETURN_IF_ERROR(CloseOne({.id = id}, tenants, context, reply));
   return absl::OkStatus();
 }
 
 // Page by page: sessions that are opened meanwhile are closed too where they sort behind.
-absl::Status AdminService::CloseByTenant(const CallContext& context, v1::CloseSessionsReply* reply) {
+absl::Status AdminService::CloseByTenant(const Tenant& tenant, CallContext context, v1::CloseSessionsReply* reply) {
+  context.tenant = tenant.id;
   using Summaries = std::vector<SessionSummary>;
   std::string after;
   for (;;) {
@@ -230,7 +260,7 @@ absl::Status AdminService::CloseByTenant(const CallContext& context, v1::CloseSe
                              edge_.engine.List(after, limits::kListSessionsPageMax, context, std::move(done));
                            }));
     for (const SessionSummary& summary : page) {
-      CTKVR_RETURN_IF_ERROR(CloseOne({.id = summary.id, .epoch = summary.epoch}, context, reply));
+      CTKVR_RETURN_IF_ERROR(CloseOne({.id = summary.id, .epoch = summary.epoch}, {tenant}, context, reply));
     }
     if (page.size() < limits::kListSessionsPageMax) return absl::OkStatus();
     after = page.back().id;
@@ -240,15 +270,15 @@ absl::Status AdminService::CloseByTenant(const CallContext& context, v1::CloseSe
 grpc::Status AdminService::CloseSessions(Context* context, const v1::CloseSessionsRequest* request,
                                          v1::CloseSessionsReply* reply) {
   return Serve(obs::AdminMethod::kCloseSessions, *context, *request, [&]() -> absl::StatusOr<std::string> {
-    CTKVR_RETURN_IF_ERROR(CheckTenant(request->tenant()));
+    CTKVR_ASSIGN_OR_RETURN(const std::vector<Tenant> tenants, TenantsOf(request->tenant()));
     CTKVR_RETURN_IF_ERROR(
         AtMost("session_ids", static_cast<uint64_t>(request->session_ids_size()), limits::kListSessionsPageMax));
     if (request->tenant().empty() && request->session_ids().empty()) {
       return absl::InvalidArgumentError("session_ids and tenant are empty; give ids, a tenant or both");
     }
     const CallContext engine_context = ContextOf(*context, edge_.clock);
-    CTKVR_RETURN_IF_ERROR(request->session_ids().empty() ? CloseByTenant(engine_context, reply)
-                                                         : CloseById(*request, engine_context, reply));
+    CTKVR_RETURN_IF_ERROR(request->session_ids().empty() ? CloseByTenant(tenants[0], engine_context, reply)
+                                                         : CloseById(*request, tenants, engine_context, reply));
     Header(reply->mutable_header());
     return absl::StrCat(reply->closed(), " sessions closed, ", reply->freed_bytes(), " bytes freed, ",
                         reply->failures_size(), " failed");

@@ -11,6 +11,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/statusor.h"
@@ -50,13 +51,13 @@ class AdminService final : public v1::Admin::Service {
   using Work = absl::FunctionRef<absl::StatusOr<std::string>()>;
   grpc::Status Serve(obs::AdminMethod method, const Context& context, const google::protobuf::Message& request,
                      Work work);
-  absl::Status CloseById(const v1::CloseSessionsRequest& request, const CallContext& context,
-                         v1::CloseSessionsReply* reply);
-  absl::Status CloseByTenant(const CallContext& context, v1::CloseSessionsReply* reply);
-  // An error: the call's time is over, or its caller gone. Whatever else goes wrong stands in the reply.
-  absl::Status CloseOne(const SessionRef& session, const CallContext& context, v1::CloseSessionsReply* reply);
-  // Empty: all tenants.
-  absl::Status CheckTenant(const std::string& name) const;
+  absl::Status CloseById(const v1::CloseSessionsRequest& request, const std::vector<Tenant>& tenants,
+                         const CallContext& context, v1::CloseSessionsReply* reply);
+  absl::Status CloseByTenant(const Tenant& tenant, CallContext context, v1::CloseSessionsReply* reply);
+  absl::Status CloseOne(const SessionRef& session, const std::vector<Tenant>& tenants, CallContext context,
+                        v1::CloseSessionsReply* reply);
+  // That one; empty: all. INVALID_ARGUMENT: there is none of that name.
+  absl::StatusOr<std::vector<Tenant>> TenantsOf(const std::string& name) const;
   void Header(v1::ReplyHeader* header) const;
 
   const Edge edge_;

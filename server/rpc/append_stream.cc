@@ -12,7 +12,9 @@ namespace ctkvr::rpc {
 
 AppendStream::AppendStream(grpc::CallbackServerContext& context, const Edge& edge, CallCounter& counter,
                            grpc::ByteBuffer& reply)
-    : Call(obs::Method::kAppendStream, context, edge, counter), reply_bytes_(reply) {
+    : Call(obs::Method::kAppendStream, context, edge, counter), context_(context), reply_bytes_(reply) {
+  error_ = caller().status();
+  if (error_.ok()) edge.access.Watch(*caller(), this);
   Advance(std::unique_lock(mutex_));
 }
 
@@ -30,8 +32,17 @@ void AppendStream::OnReadDone(bool ok) {
 
 void AppendStream::OnCancel() {
   Call::OnCancel();
+  EndWith(absl::CancelledError("the client cancelled the call, or its deadline passed"));
+}
+
+void AppendStream::OnDone() {
+  edge().access.Unwatch(this);
+  delete this;
+}
+
+void AppendStream::EndWith(const absl::Status& status) {
   std::unique_lock lock(mutex_);
-  if (error_.ok()) error_ = absl::CancelledError("the client cancelled the call, or its deadline passed");
+  if (error_.ok()) error_ = status;
   Advance(std::move(lock));
 }
 
@@ -73,6 +84,7 @@ void AppendStream::Append(grpc::ByteBuffer bytes) {
   NoteItems(1);
   const TimePoint start = std::chrono::steady_clock::now();
   times_.emplace();
+  if (absl::Status status = TakeCall(); !status.ok()) return AppendDone(status, start);
   if (absl::Status status = ParseMessage(&bytes, &current_); !status.ok()) return AppendDone(status, start);
   auto step = DecodeAppend(current_);
   if (!step.ok()) return AppendDone(step.status(), start);

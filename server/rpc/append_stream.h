@@ -15,14 +15,17 @@
 
 namespace ctkvr::rpc {
 
-class AppendStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, public Call {
+class AppendStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, public Call, public WatchedStream {
  public:
   // `reply` is gRPC's; it is written when the stream ends well.
   AppendStream(grpc::CallbackServerContext& context, const Edge& edge, CallCounter& counter, grpc::ByteBuffer& reply);
 
   void OnReadDone(bool ok) override;
   void OnCancel() override;
-  void OnDone() override { delete this; }
+  void OnDone() override;
+
+  void EndWith(const absl::Status& status) override;
+  void Abort() override { context_.TryCancel(); }
 
  private:
   void Advance(std::unique_lock<std::mutex> lock);  // takes mutex_ held
@@ -31,6 +34,7 @@ class AppendStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, pub
   void AppendDone(const absl::StatusOr<AppendResult>& result, TimePoint start);
   void ReportLengths();
 
+  grpc::CallbackServerContext& context_;
   grpc::ByteBuffer& reply_bytes_;
   v1::AppendRequest current_;        // the engine views it
   std::optional<StageTimes> times_;  // of the chunk at the engine

@@ -28,6 +28,13 @@ UnaryCall* CacheService::Start(obs::Method method, Context* context, const googl
   return new UnaryCall(method, *context, edge_, calls_, *request, *reply);  // deletes itself in OnDone
 }
 
+UnaryCall* CacheService::Refuse(obs::Method method, Context* context, const google::protobuf::Message* request,
+                                const google::protobuf::Message* reply) {
+  UnaryCall* call = Start(method, context, request, reply);
+  const absl::Status admitted = call->Admit();
+  return call->Fail(admitted.ok() ? NotServedCall(method) : admitted);
+}
+
 void CacheService::Header(uint64_t epoch, v1::ReplyHeader* header) const {
   EncodeHeader(edge_.engine.boot_id(), epoch, header);
 }
@@ -35,6 +42,7 @@ void CacheService::Header(uint64_t epoch, v1::ReplyHeader* header) const {
 CacheService::Reactor* CacheService::GetServerInfo(Context* context, const v1::GetServerInfoRequest* request,
                                                    v1::GetServerInfoReply* reply) {
   UnaryCall* call = Start(obs::Method::kGetServerInfo, context, request, reply);
+  if (absl::Status status = call->Admit(); !status.ok()) return call->Fail(status);
   EncodeServerInfo(edge_.engine, version_, reply);
   return call->Succeed();
 }
@@ -42,6 +50,7 @@ CacheService::Reactor* CacheService::GetServerInfo(Context* context, const v1::G
 CacheService::Reactor* CacheService::OpenSession(Context* context, const v1::OpenSessionRequest* request,
                                                  v1::OpenSessionReply* reply) {
   UnaryCall* call = Start(obs::Method::kOpenSession, context, request, reply);
+  if (absl::Status status = call->Admit(); !status.ok()) return call->Fail(status);
   auto id = DecodeNewSessionId(request->session_id());
   if (!id.ok()) return call->Fail(id.status());
   call->NoteSession(*id);
@@ -59,6 +68,7 @@ CacheService::Reactor* CacheService::OpenSession(Context* context, const v1::Ope
 CacheService::Reactor* CacheService::CloseSession(Context* context, const v1::CloseSessionRequest* request,
                                                   v1::CloseSessionReply* reply) {
   UnaryCall* call = Start(obs::Method::kCloseSession, context, request, reply);
+  if (absl::Status status = call->Admit(); !status.ok()) return call->Fail(status);
   auto session = DecodeSessionRef(request->session());
   if (!session.ok()) return call->Fail(session.status());
   call->NoteSession(session->id);
@@ -73,6 +83,7 @@ CacheService::Reactor* CacheService::CloseSession(Context* context, const v1::Cl
 CacheService::Reactor* CacheService::TruncateSession(Context* context, const v1::TruncateSessionRequest* request,
                                                      v1::TruncateSessionReply* reply) {
   UnaryCall* call = Start(obs::Method::kTruncateSession, context, request, reply);
+  if (absl::Status status = call->Admit(); !status.ok()) return call->Fail(status);
   auto session = DecodeSessionRef(request->session());
   if (!session.ok()) return call->Fail(session.status());
   call->NoteSession(session->id);
@@ -87,12 +98,13 @@ CacheService::Reactor* CacheService::TruncateSession(Context* context, const v1:
 
 CacheService::Reactor* CacheService::ForkSession(Context* context, const v1::ForkSessionRequest* request,
                                                  v1::ForkSessionReply* reply) {
-  return Start(obs::Method::kForkSession, context, request, reply)->Fail(NotServedCall(obs::Method::kForkSession));
+  return Refuse(obs::Method::kForkSession, context, request, reply);
 }
 
 CacheService::Reactor* CacheService::GetSession(Context* context, const v1::GetSessionRequest* request,
                                                 v1::GetSessionReply* reply) {
   UnaryCall* call = Start(obs::Method::kGetSession, context, request, reply);
+  if (absl::Status status = call->Admit(); !status.ok()) return call->Fail(status);
   auto session = DecodeSessionRef(request->session());
   if (!session.ok()) return call->Fail(session.status());
   call->NoteSession(session->id);
@@ -106,6 +118,7 @@ CacheService::Reactor* CacheService::GetSession(Context* context, const v1::GetS
 CacheService::Reactor* CacheService::ListSessions(Context* context, const v1::ListSessionsRequest* request,
                                                   v1::ListSessionsReply* reply) {
   UnaryCall* call = Start(obs::Method::kListSessions, context, request, reply);
+  if (absl::Status status = call->Admit(); !status.ok()) return call->Fail(status);
   auto page = DecodeListPage(*request);
   if (!page.ok()) return call->Fail(page.status());
   using Summaries = std::vector<SessionSummary>;
@@ -120,6 +133,7 @@ CacheService::Reactor* CacheService::ListSessions(Context* context, const v1::Li
 CacheService::Reactor* CacheService::KeepAlive(Context* context, const v1::KeepAliveRequest* request,
                                                v1::KeepAliveReply* reply) {
   UnaryCall* call = Start(obs::Method::kKeepAlive, context, request, reply);
+  if (absl::Status status = call->Admit(); !status.ok()) return call->Fail(status);
   auto session = DecodeSessionRef(request->session());
   if (!session.ok()) return call->Fail(session.status());
   call->NoteSession(session->id);
@@ -134,6 +148,7 @@ CacheService::Reactor* CacheService::KeepAlive(Context* context, const v1::KeepA
 CacheService::Reactor* CacheService::MaintainSession(Context* context, const v1::MaintainSessionRequest* request,
                                                      v1::MaintainSessionReply* reply) {
   UnaryCall* call = Start(obs::Method::kMaintainSession, context, request, reply);
+  if (absl::Status status = call->Admit(); !status.ok()) return call->Fail(status);
   auto session = DecodeSessionRef(request->session());
   if (!session.ok()) return call->Fail(session.status());
   call->NoteSession(session->id);
@@ -151,6 +166,7 @@ CacheService::Reactor* CacheService::MaintainSession(Context* context, const v1:
 CacheService::Reactor* CacheService::Append(Context* context, const v1::AppendRequest* request,
                                             v1::AppendReply* reply) {
   UnaryCall* call = Start(obs::Method::kAppend, context, request, reply);
+  if (absl::Status status = call->Admit(); !status.ok()) return call->Fail(status);
   call->NoteSession(request->session().session_id());
   call->NoteLayer(request->chunk().layer());
   auto step = DecodeAppend(*request);
@@ -175,6 +191,7 @@ grpc::ServerReadReactor<grpc::ByteBuffer>* CacheService::AppendStream(Context* c
 CacheService::Reactor* CacheService::Retrieve(Context* context, const v1::RetrieveRequest* request,
                                               v1::RetrieveReply* reply) {
   UnaryCall* call = Start(obs::Method::kRetrieve, context, request, reply);
+  if (absl::Status status = call->Admit(); !status.ok()) return call->Fail(status);
   call->NoteItems(static_cast<uint64_t>(request->items_size()));
   auto decoded = DecodeRetrieve(*request);
   if (!decoded.ok()) return call->Fail(decoded.status());
@@ -210,14 +227,12 @@ grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* CacheService::Decod
 
 CacheService::Reactor* CacheService::SnapshotSession(Context* context, const v1::SnapshotSessionRequest* request,
                                                      v1::SnapshotSessionReply* reply) {
-  constexpr auto kMethod = obs::Method::kSnapshotSession;
-  return Start(kMethod, context, request, reply)->Fail(NotServedCall(kMethod));
+  return Refuse(obs::Method::kSnapshotSession, context, request, reply);
 }
 
 CacheService::Reactor* CacheService::RestoreSession(Context* context, const v1::RestoreSessionRequest* request,
                                                     v1::RestoreSessionReply* reply) {
-  constexpr auto kMethod = obs::Method::kRestoreSession;
-  return Start(kMethod, context, request, reply)->Fail(NotServedCall(kMethod));
+  return Refuse(obs::Method::kRestoreSession, context, request, reply);
 }
 
 }  // namespace ctkvr::rpc

@@ -52,6 +52,9 @@ class CacheService final : public ServiceBase {
  private:
   UnaryCall* Start(obs::Method method, Context* context, const google::protobuf::Message* request,
                    const google::protobuf::Message* reply);
+  // Calls of the contract that this version does not serve.
+  UnaryCall* Refuse(obs::Method method, Context* context, const google::protobuf::Message* request,
+                    const google::protobuf::Message* reply);
   void Header(uint64_t epoch, v1::ReplyHeader* header) const;
   void FinishRetrieve(UnaryCall* call, const absl::Status& status, v1::RetrieveReply* reply);
 

@@ -52,7 +52,8 @@ Call::Call(obs::Method method, grpc::CallbackServerContext& context, const Edge&
       counter_(counter),
       deadline_(EngineDeadline(context, edge.clock)),
       peer_(context.peer()),
-      trace_(TraceOf(context)) {
+      trace_(TraceOf(context)),
+      caller_(edge.access.Authenticate(context)) {
   counter_.Enter();
   edge_.metrics.CallStarted(method_);
 }
@@ -87,8 +88,16 @@ Call::~Call() {
   counter_.Leave();  // last: what it lends may go once the counter is idle
 }
 
+absl::Status Call::TakeCall() { return edge_.access.TakeCall(*caller_, edge_.clock.Now()); }
+
+absl::Status Call::Admit() { return caller_.ok() ? TakeCall() : caller_.status(); }
+
+// REQUIRES: the caller is known.
 CallContext Call::Context(StageTimes& times) const {
-  return {.deadline = deadline_, .cancelled = [this] { return cancelled(); }, .times = &times};
+  return {.tenant = caller_->tenant.id,
+          .deadline = deadline_,
+          .cancelled = [this] { return cancelled(); },
+          .times = &times};
 }
 
 void Call::KeepSlow(obs::SlowCall slow, const StageTimes& times) const {

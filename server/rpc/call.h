@@ -64,8 +64,14 @@ class Call {
   // The end of the call: counts it, writes its access line, and keeps it when it was slow and no stream.
   ~Call();
 
-  // The client's deadline in the engine's time, and whether it has gone. Valid while the call lives, and `times` do:
-  // the call's own, or those of one message.
+  // Whether the call may be served: UNAUTHENTICATED; RESOURCE_EXHAUSTED (RATE_QUOTA). Asked once, before all else, by
+  // unary calls; streams ask for their caller once and TakeCall for each message.
+  absl::Status Admit();
+  const absl::StatusOr<Caller>& caller() const { return caller_; }
+  absl::Status TakeCall();
+
+  // The caller's tenant, the client's deadline in the engine's time, and whether it has gone. Valid while the call
+  // lives, and `times` do: the call's own, or those of one message.
   CallContext Context() { return Context(times_); }
   CallContext Context(StageTimes& times) const;
   void OnCancel();
@@ -94,6 +100,7 @@ class Call {
   const std::string peer_;
   const std::optional<obs::TraceContext> trace_;
   StageTimes times_;
+  const absl::StatusOr<Caller> caller_;
   std::atomic<bool> cancelled_{false};
   absl::Status status_ = absl::UnknownError("the call ended without a status");
   std::string session_id_;

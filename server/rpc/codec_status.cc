@@ -4,18 +4,26 @@
 
 #include <cmath>
 #include <optional>
+#include <string>
 
+#include "absl/strings/numbers.h"
 #include "server/core/error.h"
 
 namespace ctkvr::rpc {
 namespace {
 
 // Only what the server refused for lack of room: those calls changed nothing, so a retry is safe.
-std::optional<double> RetrySeconds(const absl::Status& status, const std::string& reason) {
+std::optional<double> RetrySeconds(const absl::Status& status, const ErrorDetail& detail) {
   if (status.code() != absl::StatusCode::kResourceExhausted) return std::nullopt;
-  if (reason == kReasonQueueFull) return kRetryQueueSeconds;
-  if (reason == kReasonArenaFull || reason == kReasonSessionLimit) return kRetryMemorySeconds;
-  return std::nullopt;
+  const std::string& reason = detail.reason;
+  if (reason == kReasonQueueFull || reason == kReasonQueueQuota) return kRetryQueueSeconds;
+  for (const char* room : {kReasonArenaFull, kReasonSessionLimit, kReasonMemoryQuota, kReasonSessionQuota}) {
+    if (reason == room) return kRetryMemorySeconds;
+  }
+  int64_t milliseconds = 0;
+  const auto found = detail.metadata.find("retry_ms");
+  if (found == detail.metadata.end() || !absl::SimpleAtoi(found->second, &milliseconds)) return std::nullopt;
+  return static_cast<double>(milliseconds) / 1000;
 }
 
 std::string MessageOf(const absl::Status& status) {
@@ -44,7 +52,7 @@ google::rpc::Status EncodeStatus(const absl::Status& status) {
     info.mutable_metadata()->insert(detail.metadata.begin(), detail.metadata.end());
     full.add_details()->PackFrom(info);
   }
-  if (const auto seconds = RetrySeconds(status, detail.reason)) {
+  if (const auto seconds = RetrySeconds(status, detail)) {
     google::rpc::RetryInfo retry;
     const double whole = std::floor(*seconds);
     retry.mutable_retry_delay()->set_seconds(static_cast<int64_t>(whole));

@@ -6,9 +6,11 @@
 #include <iterator>
 
 #include "absl/strings/str_cat.h"
+#include "grpc/grpc_security.h"
 #include "grpcpp/security/tls_certificate_provider.h"
 #include "grpcpp/security/tls_credentials_options.h"
 #include "kernels/base/status_macros.h"
+#include "server/rpc/gate.h"
 
 namespace ctkvr::rpc {
 namespace {
@@ -39,10 +41,10 @@ absl::Status CheckFiles(const TlsFiles& files) {
 
 }  // namespace
 
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const TlsFiles& files) {
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const TlsFiles& files, Access& access) {
   namespace experimental = grpc::experimental;
   if (files.certificate.empty() && files.key.empty() && files.client_ca.empty()) {
-    return grpc::InsecureServerCredentials();
+    return GuardCredentials(grpc_insecure_server_credentials_create(), access);
   }
   CTKVR_RETURN_IF_ERROR(CheckFiles(files));
   auto provider = std::make_shared<experimental::FileWatcherCertificateProvider>(
@@ -53,7 +55,7 @@ absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(c
     options.watch_root_certs();
     options.set_cert_request_type(GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
   }
-  return experimental::TlsServerCredentials(options);
+  return GuardCredentials(grpc_tls_server_credentials_create(options.c_credentials_options()), access);
 }
 
 }  // namespace ctkvr::rpc

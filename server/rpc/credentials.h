@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "grpcpp/security/server_credentials.h"
+#include "server/rpc/access.h"
 
 namespace ctkvr::rpc {
 
@@ -24,9 +25,10 @@ struct TlsFiles {
 };
 
 // Plaintext, TLS, or mutual TLS: with `client_ca`, a connection without a certificate that it signed is refused in the
-// handshake, before any call. TLS 1.2 at least. Also starts to watch the files.
+// handshake, before any call. Calls go through the gate of `access` (gate.h), which must outlive the server. TLS 1.2 at
+// least. Also starts to watch the files.
 // INVALID_ARGUMENT: one of certificate and key is missing, client_ca stands alone, or a file cannot be read or holds no
 // PEM; names the setting and the path.
-absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const TlsFiles& files);
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> MakeServerCredentials(const TlsFiles& files, Access& access);
 
 }  // namespace ctkvr::rpc

@@ -29,8 +29,10 @@ void DecodeStreams::Remove(DecodeReactor* stream) {
 
 DecodeReactor::DecodeReactor(grpc::CallbackServerContext& context, const Edge& edge, CallCounter& counter,
                              DecodeStreams& streams)
-    : Call(obs::Method::kDecode, context, edge, counter), streams_(streams) {
+    : Call(obs::Method::kDecode, context, edge, counter), context_(context), streams_(streams) {
+  if (!caller().ok()) end_ = caller().status();
   streams_.Add(this);
+  if (caller().ok()) edge.access.Watch(*caller(), this);
   Advance(std::unique_lock(mutex_));
 }
 
@@ -73,6 +75,10 @@ void DecodeReactor::OnReadDone(bool ok) {
 void DecodeReactor::Submit(grpc::ByteBuffer bytes, Slot* slot) {
   const absl::Status parsed = ParseMessage(&bytes, &slot->request);
   auto steps = parsed.ok() ? DecodeDecode(slot->request) : absl::StatusOr<std::vector<StepRequest>>(parsed);
+  const absl::Status taken = steps.ok() ? TakeCall() : absl::OkStatus();
+  if (!taken.ok()) {
+    return Answer(slot, std::vector<StepResult>(steps->size(), {.append = taken, .answer = taken}));
+  }
   if (steps.ok()) {
     edge().engine.Step(*std::move(steps), Context(slot->times),
                        [this, slot](std::vector<StepResult> results) { Answer(slot, std::move(results)); });
@@ -144,6 +150,7 @@ void DecodeReactor::OnCancel() {
 }
 
 void DecodeReactor::OnDone() {
+  edge().access.Unwatch(this);
   streams_.Remove(this);
   delete this;
 }

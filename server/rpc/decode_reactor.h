@@ -43,7 +43,9 @@ class DecodeStreams {
   bool ending_ = false;
 };
 
-class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>, public Call {
+class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
+                            public Call,
+                            public WatchedStream {
  public:
   // Reading pauses while a stream has so much unanswered or unwritten: a client that does not read its replies must
   // not fill the server's memory.
@@ -60,6 +62,9 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   void OnCancel() override;
   void OnDone() override;
 
+  void EndWith(const absl::Status& status) override;
+  void Abort() override { context_.TryCancel(); }
+
  private:
   // One message on its way. The engine views `request` until the slot is ready.
   struct Slot {
@@ -75,8 +80,8 @@ class DecodeReactor final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grp
   void Submit(grpc::ByteBuffer bytes, Slot* slot);
   void Answer(Slot* slot, std::vector<StepResult> results);
   void KeepSlowMessage(const Slot& slot, std::chrono::nanoseconds duration) const;
-  void EndWith(const absl::Status& status);
 
+  grpc::CallbackServerContext& context_;
   DecodeStreams& streams_;
 
   std::mutex mutex_;                         // guards all below

@@ -10,6 +10,7 @@
 
 #include "server/core/engine.h"
 #include "server/obs/metrics.h"
+#include "server/rpc/access.h"
 
 namespace ctkvr::rpc {
 
@@ -24,14 +25,16 @@ inline obs::ServerFacts EngineFacts(const Engine& engine, const std::string& ver
           .sessions_max = options.sessions_max};
 }
 
-inline obs::ServerSample SampleEngine(const Engine& engine) {
+inline obs::ServerSample SampleServer(const Engine& engine, const Access& access) {
   const EngineMemory memory = engine.memory();
   return {.arena_bytes = memory.arena_bytes,
           .arena_free_bytes = memory.arena_free_bytes,
           .arena_reserved_bytes = memory.arena_reserved_bytes,
           .arena_held_bytes = memory.arena_held_bytes,
+          .arena_cleared_bytes = memory.arena_cleared_bytes,
           .slot_table_bytes = memory.slot_table_bytes,
-          .draining = engine.draining()};
+          .draining = engine.draining(),
+          .access = access.Sample(engine.tenant_usage())};
 }
 
 }  // namespace ctkvr::rpc

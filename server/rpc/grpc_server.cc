@@ -40,6 +40,9 @@ absl::Status CannotListen(const char* setting, const std::string& address) {
 
 void SetConnectionArguments(grpc::ServerBuilder& builder) {
   builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, kClientPingIntervalMinMs);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, kPingStrikesMax);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, kConnectionStreamsMax);
+  builder.AddChannelArgument(GRPC_ARG_MAX_METADATA_SIZE, kMetadataBytesMax);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, kServerPingIntervalMs);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, kServerPingTimeoutMs);
@@ -55,7 +58,7 @@ void RouteGrpcLog(obs::Log* log) {
 }
 
 absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOptions& options, const Edge& edge) {
-  auto credentials = MakeServerCredentials(options.tls);
+  auto credentials = MakeServerCredentials(options.tls, edge.access);
   if (!credentials.ok()) return credentials.status();
   std::unique_ptr<GrpcServer> self(new GrpcServer(edge, options.version));
   grpc::EnableDefaultHealthCheckService(true);
@@ -78,7 +81,7 @@ absl::StatusOr<std::unique_ptr<GrpcServer>> GrpcServer::Start(const GrpcServerOp
 
 absl::StatusOr<std::unique_ptr<AdminServer>> AdminServer::Start(const GrpcServerOptions& options, const Edge& edge,
                                                                 AdminOptions admin) {
-  auto credentials = MakeServerCredentials(options.tls);
+  auto credentials = MakeServerCredentials(options.tls, edge.access);
   if (!credentials.ok()) return credentials.status();
   std::unique_ptr<AdminServer> self(new AdminServer(edge, std::move(admin)));
   grpc::EnableDefaultHealthCheckService(false);

@@ -31,6 +31,14 @@ inline constexpr int kClientPingIntervalMinMs = 5'000;
 inline constexpr int kServerPingIntervalMs = 30'000;
 inline constexpr int kServerPingTimeoutMs = 10'000;
 
+// Calls at a time on one connection, streams among them; more wait at the client. A worker with a stream a layer and
+// calls beside them needs a few hundred.
+inline constexpr int kConnectionStreamsMax = 1024;
+// Headers of a call, bytes: a token and trace context fit many times.
+inline constexpr int kMetadataBytesMax = 16 << 10;
+// Pings that come too often before the connection is ended.
+inline constexpr int kPingStrikesMax = 2;
+
 // A drain takes calls until so much of its time is left, or a quarter of it; from then on those that run may finish.
 inline constexpr std::chrono::milliseconds kClosedTimeMax{5'000};
 // Calls are cancelled so much later than it is told whether they finished, so that none that is cancelled counts.

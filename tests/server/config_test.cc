@@ -170,6 +170,15 @@ TEST_F(ConfigTest, PlaintextForOtherMachinesNeedsConsent) {
   EXPECT_THAT(Refusal({tls[0], tls[1], "--metrics_address=0.0.0.0:1"}), HasSubstr("metrics_address"));
 }
 
+TEST_F(ConfigTest, TokensInTheClearForOtherMachinesNeedConsentOfTheirOwn) {
+  const std::vector<std::string> open = {"--access_file=a.toml", "--listen_address=0.0.0.0:7420", "--allow_plaintext"};
+  EXPECT_THAT(Refusal(open), AllOf(HasSubstr("listen_address is 0.0.0.0:7420"), HasSubstr("--allow_plaintext_tokens")));
+  EXPECT_THAT(Refusal({open[0], "--admin_address=0.0.0.0:7421", open[2]}), HasSubstr("admin_address is 0.0.0.0:7421"));
+  EXPECT_EQ(Parse({open[0], open[1], open[2], "--allow_plaintext_tokens"}).access_file, "a.toml");
+  EXPECT_EQ(Parse({open[0], open[1], "--tls_certificate=a", "--tls_key=b"}).access_file, "a.toml");
+  EXPECT_EQ(Parse({open[0]}).access_file, "a.toml");
+}
+
 TEST_F(ConfigTest, NoMetricsAddressSwitchesThePageOff) { EXPECT_EQ(Parse({"--metrics_address="}).metrics_address, ""); }
 
 TEST_F(ConfigTest, ActionsAreAskedFor) {

@@ -42,6 +42,14 @@ class TextSink final : public spdlog::sinks::base_sink<std::mutex> {
   std::string text_;
 };
 
+// A file that is never empty of news, so that every look asks the test what it says.
+rpc::Access::Options AccessOptions(const TestServerOptions& options) {
+  return {.file = "/proc/sys/kernel/random/uuid",
+          .parse = [rules = options.access](const std::string&, const std::string&) { return rules(); },
+          .now = options.wall_time,
+          .threads = false};
+}
+
 }  // namespace
 
 TestServer::TestServer(const TestServerOptions& options)
@@ -51,13 +59,16 @@ TestServer::TestServer(const TestServerOptions& options)
   Clock& clock = options.clock == nullptr ? real_clock_ : *options.clock;
   log_ = std::make_unique<obs::Log>(obs::LogOptions{.sink = log_sink_});
   engine_ = OrDie(Engine::Create(options.engine, backend, clock));
+  access_ = std::make_unique<rpc::Access>();
+  if (options.access) access_ = OrDie(rpc::Access::Create(AccessOptions(options), *engine_, *log_));
   metrics_ = std::make_unique<obs::Metrics>(
-      engine_->stats(), [this] { return rpc::SampleEngine(*engine_); }, rpc::EngineFacts(*engine_, options.version));
+      engine_->stats(), [this] { return rpc::SampleServer(*engine_, *access_); },
+      rpc::EngineFacts(*engine_, options.version));
   edge_.emplace(rpc::Edge{.engine = *engine_,
                           .clock = clock,
                           .metrics = *metrics_,
                           .log = *log_,
-                          .access = access_,
+                          .access = *access_,
                           .slow_calls = slow_calls_});
   server_ =
       OrDie(rpc::GrpcServer::Start({.address = "127.0.0.1:0", .version = options.version, .tls = options.tls}, *edge_));

@@ -7,6 +7,7 @@
 
 #include <grpcpp/grpcpp.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -29,6 +30,9 @@ struct TestServerOptions {
   std::string version = "test";
   std::chrono::nanoseconds slow_call{0};  // 0: none is
   rpc::TlsFiles tls;                      // NewChannel is of no use then
+  // Who may call: each look at it takes what is returned. Empty: access is off.
+  std::function<absl::StatusOr<rpc::AccessRules>()> access;
+  std::function<rpc::WallTime()> wall_time = std::chrono::system_clock::now;
 };
 
 class TestServer {
@@ -40,7 +44,7 @@ class TestServer {
   const std::string& address() const { return server_->address(); }
   Engine& engine() { return *engine_; }
   obs::Metrics& metrics() { return *metrics_; }
-  rpc::Access& access() { return access_; }
+  rpc::Access& access() { return *access_; }
   obs::SlowCalls& slow_calls() { return slow_calls_; }
   // What its service borrows.
   const rpc::Edge& edge() const { return *edge_; }
@@ -64,7 +68,7 @@ class TestServer {
   obs::SlowCalls slow_calls_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<obs::Metrics> metrics_;
-  rpc::Access access_;
+  std::unique_ptr<rpc::Access> access_;
   std::optional<rpc::Edge> edge_;
   std::unique_ptr<rpc::GrpcServer> server_;
 };

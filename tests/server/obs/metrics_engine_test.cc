@@ -101,6 +101,11 @@ INSTANTIATE_TEST_SUITE_P(
              37},
         Case{"ctkvr_shadows_skipped_total{reason=\"error\"}",
              [](Stats& s, ServerSample&) { s.shadows_skipped[4] = 38; }, 38},
+        Case{"ctkvr_arena_cleared_bytes_total", [](Stats&, ServerSample& m) { m.arena_cleared_bytes = 40; }, 40},
+        Case{"ctkvr_access_refusals_total{reason=\"no_token\"}",
+             [](Stats&, ServerSample& m) { m.access.refusals[0] = 41; }, 41},
+        Case{"ctkvr_access_refusals_total{reason=\"not_admin\"}",
+             [](Stats&, ServerSample& m) { m.access.refusals[4] = 42; }, 42},
         Case{"ctkvr_draining", [](Stats&, ServerSample& m) { m.draining = true; }, 1}));
 
 TEST(EngineCollectorTest, EveryStageHasAHistogramThatIsCumulative) {
@@ -121,6 +126,28 @@ TEST(EngineCollectorTest, EveryStageHasAHistogramThatIsCumulative) {
     EXPECT_EQ(ValueOf(text, "ctkvr_stage_seconds_count{stage=\"" + stage + "\"}"), 3) << stage;
     EXPECT_NEAR(ValueOf(text, "ctkvr_stage_seconds_sum{stage=\"" + stage + "\"}"), 60.003003, 1e-9) << stage;
   }
+}
+
+TEST(EngineCollectorTest, TenantsHaveTheirSeriesWhileTheyAreNamed) {
+  Stats stats;
+  ServerSample sample;
+  const Metrics metrics(stats, [&sample] { return sample; }, {});
+  sample.access.tenants.push_back(
+      {.name = "red",
+       .usage = {.memory_bytes = 1, .sessions = 2, .queued_calls = 3, .refusals = {4, 5, 6}},
+       .calls = 7,
+       .rate_refusals = 8});
+  const std::string text = metrics.Text();
+  EXPECT_EQ(ValueOf(text, "ctkvr_tenant_reserved_bytes{tenant=\"red\"}"), 1);
+  EXPECT_EQ(ValueOf(text, "ctkvr_tenant_sessions{tenant=\"red\"}"), 2);
+  EXPECT_EQ(ValueOf(text, "ctkvr_tenant_queue_items{tenant=\"red\"}"), 3);
+  EXPECT_EQ(ValueOf(text, "ctkvr_tenant_refusals_total{tenant=\"red\",quota=\"memory\"}"), 4);
+  EXPECT_EQ(ValueOf(text, "ctkvr_tenant_refusals_total{tenant=\"red\",quota=\"sessions\"}"), 5);
+  EXPECT_EQ(ValueOf(text, "ctkvr_tenant_refusals_total{tenant=\"red\",quota=\"queue\"}"), 6);
+  EXPECT_EQ(ValueOf(text, "ctkvr_tenant_calls_total{tenant=\"red\"}"), 7);
+  EXPECT_EQ(ValueOf(text, "ctkvr_tenant_refusals_total{tenant=\"red\",quota=\"rate\"}"), 8);
+  sample.access.tenants.clear();
+  EXPECT_EQ(metrics.Text().find("red"), std::string::npos);
 }
 
 TEST(EngineCollectorTest, FactsStandOnThePage) {

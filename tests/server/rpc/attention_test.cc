@@ -112,9 +112,8 @@ TEST_F(AttentionTest, TheRemainderComesBesideAnyMode) {
   ASSERT_THAT(Call(&Stub::MaintainSession, WithSession<v1::MaintainSessionRequest>("a"), &maintained), IsRpcOk());
   ASSERT_THAT(Get("a"), IsRpcOk());
   EXPECT_EQ(got_.session().layers(0).clustered_length(), 1300u);
-  for (const v1::AnswerMode mode :
-       {v1::ANSWER_MODE_IDS, v1::ANSWER_MODE_SCORES, v1::ANSWER_MODE_ROWS, v1::ANSWER_MODE_NEW_ROWS,
-        v1::ANSWER_MODE_ATTENTION}) {
+  for (const v1::AnswerMode mode : {v1::ANSWER_MODE_IDS, v1::ANSWER_MODE_SCORES, v1::ANSWER_MODE_ROWS,
+                                    v1::ANSWER_MODE_NEW_ROWS, v1::ANSWER_MODE_ATTENTION}) {
     v1::RetrieveRequest request = Request(mode, v1::ROW_FORMAT_BF16);
     request.mutable_items(0)->mutable_query()->set_position(1299);
     request.mutable_answer()->set_remainder(true);

@@ -108,8 +108,9 @@ TEST_F(CredentialsTest, ARevokedAuthorityOfClientsIsForgottenWithoutARestart) {
 }
 
 TEST_F(CredentialsTest, FilesThatCannotServeAreRefusedByName) {
-  const auto refusal = [](const rpc::TlsFiles& files) {
-    const auto credentials = rpc::MakeServerCredentials(files);
+  rpc::Access off;
+  const auto refusal = [&off](const rpc::TlsFiles& files) {
+    const auto credentials = rpc::MakeServerCredentials(files, off);
     EXPECT_EQ(credentials.status().code(), absl::StatusCode::kInvalidArgument);
     return std::string(credentials.status().message());
   };
@@ -125,7 +126,7 @@ TEST_F(CredentialsTest, FilesThatCannotServeAreRefusedByName) {
   pem_.OpenSsl("pkcs8 -topk8 -passout pass:x -in server.key -out locked.key");
   EXPECT_THAT(refusal({.certificate = Path("server.pem"), .key = Path("locked.key"), .client_ca = ""}),
               HasSubstr("not encrypted"));
-  EXPECT_TRUE(rpc::MakeServerCredentials({}).ok());
+  EXPECT_TRUE(rpc::MakeServerCredentials({}, off).ok());
 }
 
 }  // namespace

@@ -7,11 +7,15 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <future>
 #include <string>
 #include <utility>
 
+#include "server/core/limits.h"
 #include "tests/server/rpc/raw_call.h"
 #include "tests/server/rpc/session_test.h"
 
@@ -160,6 +164,72 @@ TEST_F(GrpcServerTest, GrpcsOwnMessagesGoToTheLog) {
   const std::string text = ::testing::internal::GetCapturedStderr();
   EXPECT_THAT(text, HasSubstr("\"event\":\"grpc\""));
   EXPECT_TRUE(text.starts_with("{\"ts\":")) << text;
+}
+
+// ---- Limits of a connection ----------------------------------------------------------------------------------------
+
+TEST_F(GrpcServerTest, AConnectionCarriesSoManyStreamsAndNoMore) {
+  const auto ask = [&](std::chrono::milliseconds patience) {
+    grpc::ClientContext context;
+    context.set_deadline(std::chrono::system_clock::now() + patience);
+    v1::GetServerInfoReply reply;
+    return stub_->GetServerInfo(&context, {}, &reply);
+  };
+  ASSERT_THAT(ask(minutes(1)), IsRpcOk());  // the server has told the connection its limit
+  std::vector<std::unique_ptr<grpc::ClientContext>> contexts;
+  std::vector<std::unique_ptr<grpc::ClientReaderWriter<v1::DecodeRequest, v1::DecodeReply>>> streams;
+  for (int i = 0; i < rpc::kConnectionStreamsMax; ++i) {
+    contexts.push_back(std::make_unique<grpc::ClientContext>());
+    streams.push_back(stub_->Decode(contexts.back().get()));
+  }
+  server_.AwaitMetric("ctkvr_rpc_in_flight{method=\"Decode\"}", rpc::kConnectionStreamsMax);
+  EXPECT_EQ(ask(milliseconds(200)).error_code(), grpc::StatusCode::DEADLINE_EXCEEDED) << "one waits at the client";
+  v1::GetServerInfoReply reply;
+  grpc::ClientContext other;
+  EXPECT_THAT(server_.NewStub()->GetServerInfo(&other, {}, &reply), IsRpcOk()) << "another connection";
+  streams[0]->WritesDone();
+  EXPECT_THAT(streams[0]->Finish(), IsRpcOk());
+  EXPECT_THAT(ask(minutes(1)), IsRpcOk());
+  for (size_t i = 1; i < streams.size(); ++i) contexts[i]->TryCancel();
+  for (size_t i = 1; i < streams.size(); ++i) (void)streams[i]->Finish();
+}
+
+TEST_F(GrpcServerTest, HeadersOverTheirLimitAreRefused) {
+  const auto ask = [&](size_t bytes) {
+    grpc::ClientContext context;
+    context.AddMetadata("x-long", std::string(bytes, 'a'));
+    v1::GetServerInfoReply reply;
+    return stub_->GetServerInfo(&context, {}, &reply);
+  };
+  EXPECT_THAT(ask(rpc::kMetadataBytesMax / 2), IsRpcOk());
+  EXPECT_EQ(ask(2 * rpc::kMetadataBytesMax).error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+}
+
+TEST_F(GrpcServerTest, AMessageOverItsLimitIsRefused) {
+  v1::AppendRequest request = MakeAppend("a", 0, 0, 1);
+  request.mutable_chunk()->mutable_keys()->set_data(std::string(limits::kMessageBytesMax, 'a'));
+  EXPECT_EQ(Append(request).error_code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
+}
+
+// Speaks HTTP/2 itself, as gRPC's own client never pings so often.
+std::string AnswerToPings(const std::string& address, int pings) {
+  const int connection = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in to{.sin_family = AF_INET, .sin_port = htons(static_cast<uint16_t>(std::stoi(address.substr(10))))};
+  to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  EXPECT_EQ(connect(connection, reinterpret_cast<const sockaddr*>(&to), sizeof(to)), 0);
+  std::string bytes = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+  bytes.append("\0\0\0\x04\0\0\0\0\0", 9);  // SETTINGS
+  for (int i = 0; i < pings; ++i) bytes.append("\0\0\x08\x06\0\0\0\0\0........", 17);
+  EXPECT_EQ(send(connection, bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
+  std::string answer;
+  char part[4096];
+  for (ssize_t n = 0; (n = recv(connection, part, sizeof(part), 0)) > 0;) answer.append(part, static_cast<size_t>(n));
+  close(connection);
+  return answer;
+}
+
+TEST_F(GrpcServerTest, PingsThatComeTooOftenEndTheConnection) {
+  EXPECT_THAT(AnswerToPings(server_.address(), rpc::kPingStrikesMax + 10), HasSubstr("too_many_pings"));
 }
 
 }  // namespace

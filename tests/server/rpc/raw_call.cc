@@ -27,9 +27,11 @@ std::string ToString(const grpc::ByteBuffer& buffer) {
 
 }  // namespace
 
-RawReply RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const std::string& bytes) {
+RawReply RawCall(const std::shared_ptr<grpc::Channel>& channel, const std::string& method, const std::string& bytes,
+                 const std::string& token) {
   grpc::GenericStub stub(channel);
   grpc::ClientContext context;
+  if (!token.empty()) context.AddMetadata("authorization", "Bearer " + token);
   grpc::CompletionQueue queue;
   const auto call = stub.PrepareCall(&context, method, &queue);
   call->StartCall(nullptr);
