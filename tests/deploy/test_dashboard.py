@@ -52,6 +52,7 @@ def test_the_load_shows(prometheus: Prometheus) -> None:
         "Bytes read a retrieval",
         "Exact repeats",
         "Needle share",
+        "Calls by tenant",
     ):
         values = [value for name, expression in queries if name == title for value in prometheus.query(expression)]
         assert max(value for value in values if not math.isnan(value)) > 0, title

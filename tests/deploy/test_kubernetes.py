@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,13 @@ def pod(objects: Objects) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as a mounted secret of certificates is one."""
+    """A folder with what the mounted secrets hold: certificates, and who may call."""
     folder = tmp_path_factory.mktemp("secret")
     made = ["-keyout", str(folder / "tls.key"), "-out", str(folder / "tls.crt")]
     run("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=ctkvr", *made)
     (folder / "ca.crt").write_text((folder / "tls.crt").read_text())
+    digest = hashlib.sha256(b"a token").hexdigest()
+    (folder / "access.toml").write_text(f'[[tenant]]\nname = "research"\ntokens = [{{sha256 = "{digest}"}}]\n')
     return folder
 
 
@@ -67,8 +70,10 @@ def config(objects: Objects, pod: dict[str, Any], tmp_path: Path, secret: Path) 
     # This machine may be smaller than the pod's, and has another folder for certificates.
     for more_mount, more_volume in zip(pod["containers"][0]["volumeMounts"][1:], pod["volumes"][1:], strict=True):
         assert more_mount["name"] == more_volume["name"]
-        assert more_volume["secret"]["secretName"] == "ctkvr-tls"
-        assert text.count(more_mount["mountPath"]) == 3
+        assert (
+            text.count(more_mount["mountPath"])
+            == {"ctkvr-tls": 3, "ctkvr-access": 1}[more_volume["secret"]["secretName"]]
+        )
         text = text.replace(more_mount["mountPath"], str(secret))
     file.write_text(re.sub(r"^arena_bytes = .*$", "", text, flags=re.MULTILINE))
     printed = run(program("CTKVRD"), "--config", str(file), "--print-config")

@@ -178,3 +178,15 @@ def test_a_packages_bill_names_the_libraries_that_are_headers_alone(package_bill
         assert name in named or sbom.needs(known[name], known) & named, f"{name} is compiled in and not named"
     uses = {part["name"] for part in package_bill["components"] if part.get("properties")}
     assert uses == set(sbom.COMPILED_IN)
+
+
+def test_the_threat_model_names_tests_that_are_there() -> None:
+    """One at least for each threat."""
+    text = (DEPLOY / "THREAT_MODEL.md").read_text()
+    rows = re.findall(r"^\| (?!threat|---)(.*) \|$", text, re.MULTILINE)
+    assert len(rows) > 8
+    for row in rows:
+        shown = re.findall(r"`(tests/[^`]+)`", row)
+        assert shown, row
+        for path in shown:
+            assert (ROOT / path).is_file(), path

@@ -51,6 +51,11 @@ def needles(found: str, there: str) -> dict[str, str]:
     return {f"ctkvr_truth_needles_found_total{label}": found, f"ctkvr_truth_needles_total{label}": there}
 
 
+def refusals(kind: str, labels: str, values: str) -> dict[str, str]:
+    """A series of calls that were refused: for who called (`access`), or by a tenant's quota."""
+    return {f'ctkvr_{kind}_refusals_total{{job="ctkvr",instance="a",{labels}}}': values}
+
+
 @dataclass
 class Case:
     """Series a minute (or `step`) apart, and whether the alert fires at `at`."""
@@ -169,6 +174,11 @@ CASES = [
     Case("CtkvrNeedleShareDrift", True, "30h", needles("0+90x100", "0+100x100"), "1h"),
     Case("CtkvrNeedleShareDrift", False, "4d", needles("0+98x100", "0+100x100"), "1h"),
     Case("CtkvrNeedleShareDrift", False, "4d", needles("0x100", "0+20x100"), "1h"),
+    Case("CtkvrCallsWithoutRight", True, "40m", refusals("access", 'reason="expired_token"', "0+12x60")),
+    # A worker that tried twice with its old token.
+    Case("CtkvrCallsWithoutRight", False, "40m", refusals("access", 'reason="expired_token"', "0x20 2x40")),
+    Case("CtkvrTenantOverQuota", True, "40m", refusals("tenant", 'tenant="a",quota="memory"', "0+12x60")),
+    Case("CtkvrTenantOverQuota", False, "40m", refusals("tenant", 'tenant="a",quota="memory"', "0+3x60")),
     Case(
         "CtkvrVersionsMixed",
         True,
