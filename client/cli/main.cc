@@ -21,6 +21,7 @@
 #include "client/cli/output.h"
 #include "client/cli/replay.h"
 #include "client/cli/size.h"
+#include "client/cli/token.h"
 #include "client/cli/trace.h"
 #include "ctkvr/client/admin.h"
 #include "ctkvr/client/client.h"
@@ -42,6 +43,9 @@ struct Flags {
   BenchFlags bench;
   SizeFlags size;
   AdminFlags admin;
+  std::string token_file;
+  bool allow_plaintext_token = false;
+  std::string token_expires;
 };
 
 void Print(const nlohmann::json& json) { Write(stdout, fmt::format("{}\n", json.dump(1))); }
@@ -149,9 +153,9 @@ int RunBench(const client::Client& client, const Flags& flags) {
   return 0;
 }
 
-int Administer(const CLI::App& command, const std::shared_ptr<grpc::ChannelCredentials>& credentials,
-               const Flags& flags) {
-  const auto admin = client::Admin::Connect({.address = flags.admin.address, .credentials = credentials});
+int Administer(const CLI::App& command, client::ConnectOptions options, const Flags& flags) {
+  options.address = flags.admin.address;
+  const auto admin = client::Admin::Connect(options);
   const auto result = RunAdmin(command, *admin, flags.admin, flags.json);
   if (!result.ok()) return Fail(result.status());
   Write(stdout, result->text);
@@ -168,6 +172,20 @@ int PrintSize(const Flags& flags) {
     Print(SizeJson(*report));
   } else {
     Write(stdout, SizeText(*report, flags.size));
+  }
+  return 0;
+}
+
+int PrintToken(const Flags& flags) {
+  const auto token = MakeToken(flags.token_expires);
+  if (!token.ok()) {
+    Fail(token.status());
+    return kExitUsage;
+  }
+  if (flags.json) {
+    Print({{"token", token->text}, {"line", token->line}});
+  } else {
+    Write(stdout, fmt::format("{}\n{}\n", token->text, token->line));
   }
   return 0;
 }
@@ -225,6 +243,29 @@ void AddSize(CLI::App& app, SizeFlags* flags) {
   size->add_option("--scratch-mib", flags->scratch_mib, "Scratch memory of a lane, MiB")->capture_default_str();
 }
 
+void AddToken(CLI::App& app, Flags* flags) {
+  app.add_option("--token-file", flags->token_file,
+                 "File of the token that proves who calls; else variable CTKVR_TOKEN is looked at")
+      ->envname("CTKVR_TOKEN_FILE");
+  app.add_flag("--allow-plaintext-token", flags->allow_plaintext_token,
+               "Send the token unencrypted to an address that is not this machine's");
+  CLI::App* token = app.add_subcommand(
+      "token", "Make a token: prints it, and on the next line what the server's access file gets; needs no server");
+  token->add_option("--expires", flags->token_expires, "Time from which it is nobody's, as 2027-01-01T00:00:00Z");
+}
+
+// INVALID_ARGUMENT: files of the flags that cannot be used.
+absl::StatusOr<client::ConnectOptions> Options(const Flags& flags, const std::string& address) {
+  const auto credentials = MakeCredentials(flags.tls);
+  if (!credentials.ok()) return credentials.status();
+  const auto token = ReadToken(flags.token_file);
+  if (!token.ok()) return token.status();
+  return client::ConnectOptions{.address = address,
+                                .credentials = *credentials,
+                                .token = *token,
+                                .allow_plaintext_token = flags.allow_plaintext_token};
+}
+
 int Main(int argc, char** argv) {
   Flags flags;
   CLI::App app("Looks at a ctkvr server, replays recorded attention through it, measures it.", "ctkvr-cli");
@@ -243,19 +284,21 @@ int Main(int argc, char** argv) {
   AddBench(app, &flags);
   AddSize(app, &flags.size);
   const CLI::App* admin = AddAdmin(app, &flags.admin);
+  AddToken(app, &flags);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {  // CLI11 has no other way; it also says --help like this
     return app.exit(error) == 0 ? 0 : kExitUsage;
   }
   if (app.got_subcommand("size")) return PrintSize(flags);
-  const auto credentials = MakeCredentials(flags.tls);
-  if (!credentials.ok()) {
-    Fail(credentials.status());
+  if (app.got_subcommand("token")) return PrintToken(flags);
+  const auto options = Options(flags, flags.address);
+  if (!options.ok()) {
+    Fail(options.status());
     return kExitUsage;
   }
-  if (app.got_subcommand("admin")) return Administer(*admin, *credentials, flags);
-  const auto client = client::Client::Connect({.address = flags.address, .credentials = *credentials});
+  if (app.got_subcommand("admin")) return Administer(*admin, *options, flags);
+  const auto client = client::Client::Connect(*options);
   if (!client.ok()) return Fail(client.status());
   if (app.got_subcommand("info")) return Info(**client, flags);
   if (app.got_subcommand("sessions")) return Sessions(**client, flags);

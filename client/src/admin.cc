@@ -20,6 +20,8 @@ struct Admin::State {
     grpc::ClientContext context;
     context.set_deadline(Core::DeadlineOf(call, options.timeout));
     AddTraceparent(options, context);
+    if (absl::Status status = CheckToken(options); !status.ok()) return status;
+    AddToken(options, context);
     Reply reply;
     const absl::Status status = FromGrpc(((*stub).*method)(&context, request, &reply));
     if (!status.ok()) return status;

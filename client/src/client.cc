@@ -26,6 +26,7 @@ Client::Client(std::shared_ptr<Core> core) : core_(std::move(core)) {}
 Client::~Client() = default;
 
 absl::StatusOr<std::unique_ptr<Client>> Client::Connect(const ConnectOptions& options) {
+  if (absl::Status status = CheckToken(options); !status.ok()) return status;
   auto core = std::make_shared<Core>(MakeChannel(options), options);
   const auto info = core->FetchInfo(core->DeadlineOf({}));
   if (!info.ok()) return Annotate(info.status(), options.address);
@@ -139,6 +140,7 @@ std::unique_ptr<DecodeStream> Client::StartDecode(const DecodeStreamOptions& opt
   auto state = std::make_unique<DecodeStream::State>();
   state->core = core_;
   state->options = options;
+  AddToken(core_->options(), state->context);
   if (options.call.timeout) state->context.set_deadline(core_->DeadlineOf(options.call));
   AddTraceparent(core_->options(), state->context);
   state->stream = core_->stub().Decode(&state->context);

@@ -16,6 +16,14 @@
 namespace ctkvr::client {
 namespace {
 
+// Whether nobody between here and the address can read along.
+bool StaysOnThisMachine(const std::string& address) {
+  if (address.starts_with("unix:")) return true;
+  const std::string host = address.substr(0, address.rfind(':'));
+  if (host == "localhost" || host == "[::1]") return true;
+  return host.starts_with("127.") && host.find_first_not_of("0123456789.") == std::string::npos;
+}
+
 // gRPC waits a second before it dials again, longer than all attempts of a retried call together. Its lower bound on
 // that wait stays as it is: the same number bounds how long one connection may take.
 constexpr int kReconnectBackoffInitialMs = 100;
@@ -73,6 +81,25 @@ absl::Status ServerRestarted(uint64_t expected_boot_id, uint64_t boot_id) {
                                  " answers, the session is of ", absl::Hex(expected_boot_id)),
                     kReasonServerRestarted,
                     {{"boot_id", std::to_string(boot_id)}, {"expected_boot_id", std::to_string(expected_boot_id)}});
+}
+
+absl::Status CheckToken(const ConnectOptions& options) {
+  if (options.token.empty()) return absl::OkStatus();
+  // What else may stand in a header is nobody's token, and gRPC ends the process over it.
+  const auto sendable = [](unsigned char c) { return c > 0x20 && c < 0x7f; };
+  if (!std::all_of(options.token.begin(), options.token.end(), sendable)) {
+    return absl::InvalidArgumentError("token has characters that no token has");
+  }
+  if (options.credentials || options.allow_plaintext_token || StaysOnThisMachine(options.address)) {
+    return absl::OkStatus();
+  }
+  return absl::FailedPreconditionError(absl::StrCat(options.address,
+                                                    " would get the token unencrypted; give "
+                                                    "credentials, or allow_plaintext_token"));
+}
+
+void AddToken(const ConnectOptions& options, grpc::ClientContext& context) {
+  if (!options.token.empty()) context.AddMetadata("authorization", "Bearer " + options.token);
 }
 
 Core::Core(const std::shared_ptr<grpc::Channel>& channel, ConnectOptions options)

@@ -30,6 +30,11 @@ std::shared_ptr<grpc::Channel> MakeChannel(const ConnectOptions& options);
 // Asks ConnectOptions.traceparent for the call that begins; what is no such text is left out.
 void AddTraceparent(const ConnectOptions& options, grpc::ClientContext& context);
 
+// INVALID_ARGUMENT: the token is none that can be sent. FAILED_PRECONDITION: it would cross a network in the clear.
+absl::Status CheckToken(const ConnectOptions& options);
+// Who calls, where the options say it.
+void AddToken(const ConnectOptions& options, grpc::ClientContext& context);
+
 class Core {
  public:
   Core(const std::shared_ptr<grpc::Channel>& channel, ConnectOptions options);
@@ -50,6 +55,7 @@ class Core {
       grpc::ClientContext context;
       context.set_deadline(until);
       AddTraceparent(options_, context);
+      AddToken(options_, context);
       reply->Clear();
       return FromGrpc(((*stub_).*method)(&context, request, reply));
     });

@@ -73,6 +73,7 @@ absl::StatusOr<std::unique_ptr<AppendStream>> Session::StartAppend(const CallOpt
   state->ref = state_->ref;
   state->options = state_->options;
   state->boot_id = state_->boot_id;
+  AddToken(state_->core->options(), state->context);
   if (call.timeout) state->context.set_deadline(state_->core->DeadlineOf(call));
   AddTraceparent(state_->core->options(), state->context);
   state->writer = state_->core->stub().AppendStream(&state->context, &state->reply);

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "ctkvr/client/client.h"
+#include "tests/server/rpc/callers.h"
 #include "tests/testing/status_matchers.h"
 #include "tests/testing/test_server.h"
 
@@ -57,6 +58,30 @@ TEST_F(MainTest, InfoDescribesTheServer) {
   const auto parsed = nlohmann::json::parse(json.out, nullptr, false);
   ASSERT_TRUE(parsed.is_object()) << json.out;
   EXPECT_EQ(parsed["limits"]["head_dim_max"], 256);
+}
+
+TEST(MainTokenTest, ATokenThatWasMadeOpensAServerWithAccessControl) {
+  const auto made = nlohmann::json::parse(RunCommand(CTKVR_CLI_PATH " --json token").out, nullptr, false);
+  ASSERT_TRUE(made.is_object());
+  const std::string token = made["token"];
+  testing::TestServerOptions options;
+  options.access = [token] {
+    rpc::AccessRules rules;
+    rules.tenants.push_back({.name = "red", .tokens = {testing::RuleOf(token)}});
+    return rules;
+  };
+  const testing::TestServer server(options);
+  const std::string command = "CTKVR_ADDRESS=" + server.address() + " CTKVR_TOKEN='" + token + "' " CTKVR_CLI_PATH;
+  EXPECT_EQ(RunCommand(command + " info 2>&1").exit, 0);
+  const Finished bench = RunCommand(command + " bench --tokens 600 --retrievals 20 2>&1");  // streams
+  EXPECT_EQ(bench.exit, 0) << bench.out;
+  const Finished nobody = RunCommand("CTKVR_ADDRESS=" + server.address() + " " CTKVR_CLI_PATH " info 2>&1");
+  EXPECT_EQ(nobody.exit, 1);
+  EXPECT_THAT(nobody.out, HasSubstr("UNAUTHENTICATED"));
+  const Finished text = RunCommand(CTKVR_CLI_PATH " token --expires 2027-01-01T00:00:00Z");
+  EXPECT_EQ(text.exit, 0);
+  EXPECT_THAT(text.out, AllOf(HasSubstr("ctkvr_"), HasSubstr("expires = 2027-01-01T00:00:00Z}")));
+  EXPECT_EQ(RunCommand(CTKVR_CLI_PATH " token --expires soon 2>&1").exit, 2);
 }
 
 TEST_F(MainTest, AddressMayFollowTheSubcommand) {

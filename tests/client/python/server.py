@@ -60,6 +60,11 @@ class Server:
                 found: dict[str, Any] = json.loads(line)
                 return found
 
+    def lines(self) -> list[str]:
+        """What it has logged so far."""
+        with self._news:
+            return list(self._lines)
+
     def kill(self) -> None:
         """As the machine's failure would end it."""
         self._process.kill()

@@ -188,5 +188,22 @@ TEST_F(ClientTest, SessionsOutliveTheirClient) {
   EXPECT_THAT(session->KeepAlive(), IsOk());
 }
 
+TEST(ClientTokenTest, ATokenDoesNotCrossANetworkInTheClear) {
+  const auto connect = [](const std::string& address, const std::string& token) {
+    ConnectOptions options{.address = address, .token = token};
+    options.timeout = std::chrono::milliseconds(1);
+    options.retry.attempts_max = 1;
+    return Client::Connect(options).status();
+  };
+  for (const char* address : {"10.0.0.1:7420", "cache.example:7420", "127.example.org:7420"}) {
+    EXPECT_THAT(connect(address, "secret"), StatusIs(absl::StatusCode::kFailedPrecondition, HasSubstr(address)));
+    EXPECT_THAT(std::string(connect(address, "secret").message()), ::testing::Not(HasSubstr("secret")));
+  }
+  EXPECT_THAT(connect("127.0.0.1:1", "two words"), StatusIs(absl::StatusCode::kInvalidArgument));
+  for (const char* address : {"127.0.0.1:1", "[::1]:1", "localhost:1", "unix:/nowhere"}) {
+    EXPECT_NE(connect(address, "secret").code(), absl::StatusCode::kFailedPrecondition) << address;
+  }
+}
+
 }  // namespace
 }  // namespace ctkvr::client

@@ -56,6 +56,7 @@ struct RetrieveEntry {
 class Client {
  public:
   // Connects and asks for the server's limits. UNAVAILABLE: nobody answers at the address.
+  // UNAUTHENTICATED: the server wants another token. FAILED_PRECONDITION: the token would cross a network in the clear.
   static absl::StatusOr<std::unique_ptr<Client>> Connect(const ConnectOptions& options);
   ~Client();
   Client(const Client&) = delete;

@@ -40,6 +40,11 @@ struct ConnectOptions {
   std::string address = "127.0.0.1:7420";
   // Null: no encryption and no authentication.
   std::shared_ptr<grpc::ChannelCredentials> credentials{};
+  // Proves who calls, to a server with access control: sent with every call, never logged. Empty: none.
+  std::string token{};
+  // A token is refused (FAILED_PRECONDITION) where it would cross a network unencrypted: without credentials only
+  // "unix:", "localhost", "127.x.y.z" and "[::1]" are taken. True: something else encrypts.
+  bool allow_plaintext_token = false;
   // Of a unary call with all its attempts, unless CallOptions says otherwise.
   std::chrono::milliseconds timeout{30000};
   // Of MaintainSession, which builds an index and waits for it.

@@ -20,7 +20,7 @@ import grpc
 
 from ctkvr import calls
 from ctkvr.calls import ClientCore, Connection, Operation, SessionCore
-from ctkvr.channel import METHODS, AioChannel, AioGrpcChannel, Traceparent
+from ctkvr.channel import METHODS, AioChannel, AioGrpcChannel, Traceparent, token_metadata
 from ctkvr.decode import DecodeCore, Step, StepResult, open_stream
 from ctkvr.embedded import EMBEDDED, AioEmbeddedChannel, check_credentials, is_embedded
 from ctkvr.errors import CtkvrError, from_rpc, make_error
@@ -110,6 +110,8 @@ async def connect(
     *,
     timeout: float = 30.0,
     credentials: grpc.ChannelCredentials | None = None,
+    token: str | None = None,
+    allow_plaintext_token: bool = False,
     retry: RetryOptions | None = None,
     append_bytes: int = 8 << 20,
     traceparent: Traceparent | None = None,
@@ -117,10 +119,11 @@ async def connect(
     """As ctkvr.connect."""
     channel: AioChannel
     if address is None or is_embedded(address):
-        check_credentials(credentials)
+        check_credentials(credentials, token)
         channel = AioEmbeddedChannel(address or EMBEDDED)
     else:
-        channel = AioGrpcChannel(address, credentials, traceparent)
+        proof = token_metadata(address, credentials, token, allow_plaintext_token)
+        channel = AioGrpcChannel(address, credentials, traceparent, proof)
     connection = Connection(timeout=timeout, append_bytes=append_bytes, retry=retry or RetryOptions())
     client = Client(ClientCore(connection), Runner(channel))
     try:

@@ -39,6 +39,22 @@ CallMetadata = tuple[tuple[str, str], ...]
 # The W3C trace context of the call that begins, "00-<trace id>-<span id>-<flags>"; None or "": none.
 Traceparent = Callable[[], str | None]
 
+_THIS_MACHINE = re.compile(r"unix:.*|localhost(:\d+)?|127(\.\d+){3}(:\d+)?|\[::1\](:\d+)?")
+
+
+def token_metadata(
+    address: str, credentials: grpc.ChannelCredentials | None, token: str | None, allow_plaintext: bool
+) -> CallMetadata:
+    """What every call carries to say who calls. ValueError: no token, or it would cross a network in the clear."""
+    if token is None:
+        return ()
+    if re.fullmatch(r"[\x21-\x7e]+", token) is None:
+        raise ValueError("what is given is no token: it is empty, or has characters that no token has")
+    if credentials is None and not allow_plaintext and _THIS_MACHINE.fullmatch(address) is None:
+        raise ValueError(f"{address} would get the token unencrypted; give credentials, or allow_plaintext_token")
+    return (("authorization", f"Bearer {token}"),)
+
+
 _EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # not in its stubs
 
 
@@ -153,9 +169,14 @@ class GrpcChannel:
     """The Channel to a server."""
 
     def __init__(
-        self, address: str, credentials: grpc.ChannelCredentials | None, traceparent: Traceparent | None = None
+        self,
+        address: str,
+        credentials: grpc.ChannelCredentials | None,
+        traceparent: Traceparent | None = None,
+        token: CallMetadata = (),
     ) -> None:
         self._traceparent = traceparent
+        self._token = token  # of every call
         if credentials is None:
             self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -164,19 +185,19 @@ class GrpcChannel:
     def unary(self, method: Method, request: Message, timeout: float | None) -> Any:
         """As Channel.unary."""
         return self._channel.unary_unary(method.path, method.serialize, method.deserialize)(
-            request, timeout=timeout, metadata=trace_metadata(self._traceparent)
+            request, timeout=timeout, metadata=trace_metadata(self._traceparent) + self._token
         )
 
     def upload(self, method: Method, requests: Iterator[Message], timeout: float | None) -> Any:
         """As Channel.upload."""
         return self._channel.stream_unary(method.path, method.serialize, method.deserialize)(
-            requests, timeout=timeout, metadata=trace_metadata(self._traceparent)
+            requests, timeout=timeout, metadata=trace_metadata(self._traceparent) + self._token
         )
 
     def stream(self, method: Method, timeout: float | None) -> GrpcStream:
         """As Channel.stream."""
         call = self._channel.stream_stream(method.path, method.serialize, method.deserialize)
-        return GrpcStream(call, timeout, trace_metadata(self._traceparent))
+        return GrpcStream(call, timeout, trace_metadata(self._traceparent) + self._token)
 
     def close(self) -> None:
         """As Channel.close."""
@@ -212,9 +233,14 @@ class AioGrpcChannel:
     """The AioChannel to a server."""
 
     def __init__(
-        self, address: str, credentials: grpc.ChannelCredentials | None, traceparent: Traceparent | None = None
+        self,
+        address: str,
+        credentials: grpc.ChannelCredentials | None,
+        traceparent: Traceparent | None = None,
+        token: CallMetadata = (),
     ) -> None:
         self._traceparent = traceparent
+        self._token = token  # of every call
         if credentials is None:
             self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         else:
@@ -223,17 +249,17 @@ class AioGrpcChannel:
     async def unary(self, method: Method, request: Message, timeout: float | None) -> Any:
         """As Channel.unary."""
         call = self._channel.unary_unary(method.path, method.serialize, method.deserialize)
-        return await call(request, timeout=timeout, metadata=trace_metadata(self._traceparent))
+        return await call(request, timeout=timeout, metadata=trace_metadata(self._traceparent) + self._token)
 
     async def upload(self, method: Method, requests: Iterator[Message], timeout: float | None) -> Any:
         """As Channel.upload."""
         call: Any = self._channel.stream_unary(method.path, method.serialize, method.deserialize)
-        return await call(requests, timeout=timeout, metadata=trace_metadata(self._traceparent))
+        return await call(requests, timeout=timeout, metadata=trace_metadata(self._traceparent) + self._token)
 
     def stream(self, method: Method, timeout: float | None) -> AioGrpcStream:
         """As Channel.stream."""
         call = self._channel.stream_stream(method.path, method.serialize, method.deserialize)
-        return AioGrpcStream(call, timeout, trace_metadata(self._traceparent))
+        return AioGrpcStream(call, timeout, trace_metadata(self._traceparent) + self._token)
 
     async def close(self) -> None:
         """As Channel.close."""

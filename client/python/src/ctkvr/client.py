@@ -13,7 +13,7 @@ import grpc
 
 from ctkvr import calls
 from ctkvr.calls import ClientCore, Connection, Operation, SessionCore
-from ctkvr.channel import METHODS, Channel, GrpcChannel, Traceparent
+from ctkvr.channel import METHODS, Channel, GrpcChannel, Traceparent, token_metadata
 from ctkvr.decode import DecodeCore, Step, StepResult, open_stream
 from ctkvr.embedded import EMBEDDED, EmbeddedChannel, check_credentials, is_embedded
 from ctkvr.errors import CtkvrError, from_rpc, make_error
@@ -100,6 +100,8 @@ def connect(
     *,
     timeout: float = 30.0,
     credentials: grpc.ChannelCredentials | None = None,
+    token: str | None = None,
+    allow_plaintext_token: bool = False,
     retry: RetryOptions | None = None,
     append_bytes: int = 8 << 20,
     traceparent: Traceparent | None = None,
@@ -109,17 +111,19 @@ def connect(
     address None is "embedded://": the engine of this process, made by the first client and ended by the last;
     ctkvr.embedded explains names and settings.
     timeout: seconds of a call with all its attempts, unless the call says otherwise. credentials None: no encryption.
-    append_bytes: append() splits into messages of about so many. traceparent: asked, on the caller's thread, at the
-    start of every call for the W3C trace context it belongs to, which the server writes into its log lines.
-    Raises Unavailable: nobody answers;
+    token: proves who calls, to a server with access control; over an unencrypted connection it goes to this machine
+    alone, unless allow_plaintext_token. append_bytes: append() splits into messages of about so many. traceparent:
+    asked, on the caller's thread, at the start of every call for the W3C trace context it belongs to, which the server
+    writes into its log lines. Raises Unavailable: nobody answers; NotAuthenticated: the server wants another token;
     ModuleNotFoundError: this installation has no engine.
     """
     channel: Channel
     if address is None or is_embedded(address):
-        check_credentials(credentials)
+        check_credentials(credentials, token)
         channel = EmbeddedChannel(address or EMBEDDED)
     else:
-        channel = GrpcChannel(address, credentials, traceparent)
+        proof = token_metadata(address, credentials, token, allow_plaintext_token)
+        channel = GrpcChannel(address, credentials, traceparent, proof)
     connection = Connection(timeout=timeout, append_bytes=append_bytes, retry=retry or RetryOptions())
     client = Client(ClientCore(connection), Runner(channel))
     try:

@@ -45,10 +45,10 @@ def is_embedded(address: str) -> bool:
     return address.startswith("embedded:")
 
 
-def check_credentials(credentials: grpc.ChannelCredentials | None) -> None:
+def check_credentials(credentials: grpc.ChannelCredentials | None, token: str | None) -> None:
     """ValueError: there are some."""
-    if credentials is not None:
-        raise ValueError("credentials are for a server; an engine in this process takes none")
+    if credentials is not None or token is not None:
+        raise ValueError("credentials and token are for a server; an engine in this process takes none")
 
 
 class EmbeddedError(grpc.RpcError):

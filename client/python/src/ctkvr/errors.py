@@ -28,10 +28,13 @@ __all__ = [
     "FingerprintMismatch",
     "InvalidRequest",
     "NoRoom",
+    "NotAllowed",
+    "NotAuthenticated",
     "NotServed",
     "OutOfRange",
     "ProtocolError",
     "QueueFull",
+    "QuotaExceeded",
     "RowOverflow",
     "ServerFailed",
     "SessionExists",
@@ -172,6 +175,24 @@ class QueueFull(CtkvrError):
     hint = "wait for retry_after; send fewer calls at once"
 
 
+class QuotaExceeded(CtkvrError):
+    """The tenant holds all that its quota allows, or calls more often."""
+
+    hint = "wait for retry_after, close sessions, call less often, or ask the operator for more"
+
+
+class NotAuthenticated(CtkvrError):
+    """The server does not know who calls: the token is missing, unknown, revoked or past its time."""
+
+    hint = "connect with a token that the server's operator gave you"
+
+
+class NotAllowed(CtkvrError):
+    """The caller is known, and may not do that."""
+
+    hint = "use a token that may administer the server"
+
+
 class TooLarge(CtkvrError):
     """A message or an answer over its size limit."""
 
@@ -237,6 +258,10 @@ _BY_REASON: dict[str, type[CtkvrError]] = {
     "HOST_MEMORY_FULL": NoRoom,
     "SESSION_LIMIT": NoRoom,
     "QUEUE_FULL": QueueFull,
+    "MEMORY_QUOTA": QuotaExceeded,
+    "SESSION_QUOTA": QuotaExceeded,
+    "QUEUE_QUOTA": QuotaExceeded,
+    "RATE_QUOTA": QuotaExceeded,
     "WRONG_POSITION": WrongPosition,
     "TOKEN_LIMIT": TokenLimit,
     "DIFFERENT_BYTES": DifferentBytes,
@@ -261,6 +286,8 @@ _BY_CODE: dict[str, type[CtkvrError]] = {
     "RESOURCE_EXHAUSTED": TooLarge,
     "DATA_LOSS": ChecksumMismatch,
     "UNIMPLEMENTED": NotServed,
+    "UNAUTHENTICATED": NotAuthenticated,
+    "PERMISSION_DENIED": NotAllowed,
     "UNAVAILABLE": Unavailable,
     "DEADLINE_EXCEEDED": DeadlineExceeded,
     "CANCELLED": Cancelled,
