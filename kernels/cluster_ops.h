@@ -147,7 +147,7 @@ struct ArrangeSketchItem {
 // -infinity and zeros where nothing is left. The sink logit has no part in it. Clusters that together weigh less than
 // 2^-16 of a head's sum may be left out of its output; lines_read counts the 64-byte lines of the blocks that were
 // read: all ends, the place or member of each token that is left out or listed, means, scales and centres, each once;
-// with mean_logits no ends, and nothing of listed tokens: what found them has read those.
+// with mean_scores no ends, and nothing of listed tokens: what found them has read those.
 // REQUIRES: tokens ascending, all within [visible_begin, visible_end).
 struct EstimateRestItem {
   PreparedQuery query;
@@ -162,7 +162,7 @@ struct EstimateRestItem {
   uint32_t count_max = 0;
   SoftmaxParams softmax;
   // [R, clusters of all blocks]: what SelectClusters left of the same query, or null; then the means of keys are read.
-  const float* mean_logits = nullptr;
+  const float* mean_scores = nullptr;
   float* output = nullptr;       // [R, value_dim]
   float* log_sum_exp = nullptr;  // [R]
   uint64_t* lines_read = nullptr;

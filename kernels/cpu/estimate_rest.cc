@@ -34,7 +34,7 @@ class RestEstimator {
         heads_(item.query.heads),
         padded_values_(PaddedFloats(item.layout.value_dim)),
         stride_(ClusterBlocks(item.begin, item.end) * item.layout.clusters),
-        means_(kernels, item.layout, item.query, item.softmax) {
+        means_(kernels, item.layout, item.query) {
     CTKVR_CHECK(layout_.value_dim <= kDimMax);
     auto* words = reinterpret_cast<uint32_t*>(RoundUp(reinterpret_cast<uintptr_t>(item.workspace), uintptr_t{64}));
     left_ = words;
@@ -62,7 +62,7 @@ class RestEstimator {
         left_[block * layout_.clusters + c] = order.ClusterEnd(c) - order.ClusterBegin(c);
       }
     }
-    if (item_.mean_logits == nullptr) {
+    if (item_.mean_scores == nullptr) {
       const uint64_t lines = CeilDiv<uint64_t>(layout_.clusters * sizeof(uint16_t), kLineBytes);
       other_lines_ += lines * ClusterBlocks(item_.begin, item_.end);
     }
@@ -71,7 +71,7 @@ class RestEstimator {
     for (uint32_t token = item_.begin; token < visible_begin; ++token) TakeOut(token, true);
     for (uint32_t n = 0; n < *item_.count; ++n) {
       const uint32_t token = item_.tokens[n];
-      if (token >= visible_begin && token < visible_end) TakeOut(token, item_.mean_logits == nullptr);
+      if (token >= visible_begin && token < visible_end) TakeOut(token, item_.mean_scores == nullptr);
     }
     for (uint32_t token = visible_end; token < item_.end; ++token) TakeOut(token, true);
   }
@@ -101,23 +101,23 @@ class RestEstimator {
       if (left_[base + c] > 0) clusters[count++] = c;
     }
     float* logits = logits_ + entry_count_;
-    if (item_.mean_logits == nullptr) ScoreMeans(block_index, {clusters, count}, logits);
+    if (item_.mean_scores == nullptr) ScoreMeans(block_index, {clusters, count}, logits);
     for (uint32_t n = 0; n < count; ++n) entries_[entry_count_ + n] = base + clusters[n];
     for (uint32_t r = 0; r < heads_; ++r) {
       for (uint32_t n = 0; n < count; ++n) {
         const uint32_t entry = base + clusters[n];
         float& logit = logits[r * stride_ + n];
-        if (item_.mean_logits != nullptr) logit = item_.mean_logits[r * stride_ + entry];
-        logit += LogCounts()[left_[entry]];
+        if (item_.mean_scores != nullptr) logit = item_.mean_scores[r * stride_ + entry];
+        logit = LogitOf(logit, item_.softmax) + LogCounts()[left_[entry]];
       }
     }
     entry_count_ += count;
   }
-  void ScoreMeans(uint32_t block_index, std::span<const uint32_t> clusters, float* logits) {
+  void ScoreMeans(uint32_t block_index, std::span<const uint32_t> clusters, float* scores) {
     means_.Score({.block = item_.blocks[block_index],
                   .clusters = clusters.data(),
                   .count = static_cast<uint32_t>(clusters.size()),
-                  .logits = logits,
+                  .scores = scores,
                   .stride = stride_});
     if (!layout_.coded) other_lines_ += CeilDiv<uint64_t>(layout_.head_dim * sizeof(float), kLineBytes);
     for (const uint32_t cluster : clusters) {

@@ -21,9 +21,8 @@ float LogitOf(float score, const SoftmaxParams& softmax) {
   return softmax.softcap > 0 ? softmax.softcap * std::tanh(logit / softmax.softcap) : logit;
 }
 
-MeanScores::MeanScores(const CpuKernels& kernels, const ClusterLayout& layout, const PreparedQuery& query,
-                       const SoftmaxParams& softmax)
-    : kernels_(kernels), layout_(layout), query_(query), softmax_(softmax), padded_(PaddedFloats(layout.head_dim)) {
+MeanScores::MeanScores(const CpuKernels& kernels, const ClusterLayout& layout, const PreparedQuery& query)
+    : kernels_(kernels), layout_(layout), query_(query), padded_(PaddedFloats(layout.head_dim)) {
   CTKVR_CHECK(query.heads <= kGroupHeadsMax && layout.head_dim <= kDimMax);
   const float* from = layout.coded ? query.rotated : query.plain;
   for (uint32_t r = 0; r < query.heads; ++r) {
@@ -66,10 +65,10 @@ void MeanScores::Score(const Run& run) {
       WidenLevels(means + cluster * layout_.head_dim, layout_.head_dim, padded_, rows_ + size_t{n} * padded_);
       scales[n] = LoadElement(run.block + layout_.key_scales_offset, DType::kBF16, cluster);
     }
-    Dots(rows, run.logits + begin, run.stride);
+    Dots(rows, run.scores + begin, run.stride);
     for (uint32_t r = 0; r < query_.heads; ++r) {
-      float* logits = run.logits + r * run.stride + begin;
-      for (uint32_t n = 0; n < rows; ++n) logits[n] = LogitOf(scales[n] * logits[n] + origins[r], softmax_);
+      float* scores = run.scores + r * run.stride + begin;
+      for (uint32_t n = 0; n < rows; ++n) scores[n] = scales[n] * scores[n] + origins[r];
     }
   }
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 //
-// Logits of cluster means: what SelectClusters and EstimateRest share. Not thread-safe: holds the rows at work.
+// Scores of cluster means: what SelectClusters and EstimateRest share. Not thread-safe: holds the rows at work.
 
 #pragma once
 
@@ -17,15 +17,14 @@ namespace ctkvr::cpu {
 class MeanScores {
  public:
   // All must outlive it.
-  MeanScores(const CpuKernels& kernels, const ClusterLayout& layout, const PreparedQuery& query,
-             const SoftmaxParams& softmax);
+  MeanScores(const CpuKernels& kernels, const ClusterLayout& layout, const PreparedQuery& query);
 
-  // Logits of some clusters of a block, [heads, stride]. REQUIRES: their counts are not 0.
+  // <query r, mean key> of some clusters of a block, [heads, stride]. REQUIRES: their counts are not 0.
   struct Run {
     const std::byte* block = nullptr;
     const uint32_t* clusters = nullptr;  // [count], numbers within the block
     uint32_t count = 0;
-    float* logits = nullptr;
+    float* scores = nullptr;
     size_t stride = 0;
   };
   void Score(const Run& run);
@@ -37,7 +36,6 @@ class MeanScores {
   const CpuKernels& kernels_;
   const ClusterLayout& layout_;
   const PreparedQuery& query_;
-  const SoftmaxParams& softmax_;
   const uint32_t padded_;
   alignas(64) float queries_[kGroupHeadsMax * PaddedFloats(kDimMax)];
   alignas(64) float rows_[kScoreBlockTokens * PaddedFloats(kDimMax)];

@@ -62,6 +62,7 @@ class ClusterScanner {
   void Mark(uint32_t offset) { bits_[offset / kWordBits] |= uint64_t{1} << (offset % kWordBits); }
 
   void Open(const BlockOrder& order, uint32_t cluster, bool as_it_lies) {
+    if (scan_.has_value()) FindMean(cluster);
     const uint32_t begin = order.ClusterBegin(cluster), end = order.ClusterEnd(cluster);
     if (as_it_lies) scan_->Run(item_.view.sketches[index_], begin, end, run_, kSketchTokens);
     for (uint32_t slot = begin; slot < end; ++slot) {
@@ -70,10 +71,31 @@ class ClusterScanner {
       Mark(offset);
       if (!scan_.has_value()) continue;
       if (!as_it_lies) Estimate(offset, offset + 1);
-      for (uint32_t r = 0; as_it_lies && r < heads_; ++r) {
-        estimates_[r * kSketchTokens + offset] = run_[r * kSketchTokens + slot - begin];
+      for (uint32_t r = 0; r < heads_; ++r) {
+        float& estimate = estimates_[r * kSketchTokens + offset];
+        if (as_it_lies) estimate = run_[r * kSketchTokens + slot - begin];
+        estimate = scores_[r] + share_ * (estimate - scores_[r]);
       }
     }
+  }
+
+  // What estimates of the cluster's tokens are drawn to, and the share of their distance from it that is left.
+  void FindMean(uint32_t cluster) {
+    const ClusterLayout& layout = item_.layout;
+    const uint32_t block_index = index_ - item_.begin / kSketchTokens;
+    const std::byte* block = item_.blocks[block_index];
+    const size_t entry = size_t{block_index} * layout.clusters + cluster;
+    const size_t stride = size_t{ClusterBlocks(item_.begin, item_.end)} * layout.clusters;
+    for (uint32_t r = 0; r < heads_; ++r) scores_[r] = item_.mean_scores[r * stride + entry];
+    const auto* levels = reinterpret_cast<const int8_t*>(block + layout.key_means_offset) + cluster * layout.head_dim;
+    int32_t squares = 0;
+    for (uint32_t i = 0; i < layout.head_dim; ++i) squares += levels[i] * levels[i];
+    const float scale = LoadElement(block + layout.key_scales_offset, DType::kBF16, cluster);
+    const float spread = LoadElement(block + layout.spreads_offset, DType::kF16, cluster);
+    const float variance = spread * spread;
+    const float mean_square = scale * scale * static_cast<float>(squares) / static_cast<float>(layout.head_dim);
+    const float error = kPlaneError[item_.view.layout.first_planes - 1] * (variance + mean_square);
+    share_ = variance > 0 ? variance / (variance + error) : 0;
   }
 
   void Force(uint32_t from, uint32_t to) {
@@ -118,6 +140,8 @@ class ClusterScanner {
   uint64_t bits_[kWords];
   float estimates_[kGroupHeadsMax * kSketchTokens];
   float run_[kGroupHeadsMax * kSketchTokens];
+  float scores_[kGroupHeadsMax];  // of the mean of the cluster at work
+  float share_ = 0;
   uint32_t next_ = 0;   // of the opened
   uint32_t count_ = 0;  // of the tokens
 };

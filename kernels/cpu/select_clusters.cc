@@ -22,7 +22,7 @@ class ClusterSelector {
         heads_(item.query.heads),
         blocks_(ClusterBlocks(item.begin, item.end)),
         stride_(blocks_ * item.layout.clusters),
-        means_(kernels, item.layout, item.query, item.softmax) {
+        means_(kernels, item.layout, item.query) {
     auto* words = reinterpret_cast<uint32_t*>(RoundUp(reinterpret_cast<uintptr_t>(item.workspace), uintptr_t{64}));
     entries_ = words;
     order_ = words + stride_;
@@ -66,12 +66,13 @@ class ClusterSelector {
       clusters[count++] = c;
     }
     float* expected = expected_ + entry_count_;
-    means_.Score({.block = block, .clusters = clusters, .count = count, .logits = expected, .stride = stride_});
+    means_.Score({.block = block, .clusters = clusters, .count = count, .scores = expected, .stride = stride_});
     for (uint32_t r = 0; r < heads_; ++r) {
       float* row = expected + size_t{r} * stride_;
-      float* logits = item_.logits + size_t{r} * stride_ + base;
+      float* scores = item_.scores + size_t{r} * stride_ + base;
       for (uint32_t n = 0; n < count; ++n) {
-        logits[clusters[n]] = row[n];
+        scores[clusters[n]] = row[n];
+        row[n] = LogitOf(row[n], item_.softmax);
         row[n] += Gain(row[n], deviations_[r] * spreads[n]);
       }
     }

@@ -151,13 +151,14 @@ std::vector<const void*> PointersOf(const Item& item) {
   } else if constexpr (std::is_same_v<Item, ArrangeSketchItem>) {
     return {item.block, item.sketch};
   } else if constexpr (std::is_same_v<Item, EstimateRestItem>) {
-    return {item.query.plain, item.blocks,      item.tokens,     item.count,    item.mean_logits,
+    return {item.query.plain, item.blocks,      item.tokens,     item.count,    item.mean_scores,
             item.output,      item.log_sum_exp, item.lines_read, item.workspace};
   } else if constexpr (std::is_same_v<Item, SelectClustersItem>) {
     return {item.query.plain, item.blocks, item.forced_scores, item.forced_count,
-            item.logits,      item.opened, item.opened_count,  item.workspace};
+            item.scores,      item.opened, item.opened_count,  item.workspace};
   } else if constexpr (std::is_same_v<Item, ScanClustersItem>) {
-    return {item.query.scan, item.opened, item.opened_count, item.tokens, item.count, item.estimates};
+    return {item.query.scan,   item.blocks, item.mean_scores, item.opened,
+            item.opened_count, item.tokens, item.count,       item.estimates};
   } else {
     static_assert(std::is_same_v<Item, GatherRowsItem>, "an operation without a list of its arrays");
     return {item.tokens, item.count, item.keys, item.values, item.overflow};
