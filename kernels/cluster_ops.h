@@ -31,7 +31,9 @@
 //
 // ("no 1,024": one k-means of 10 rounds over all tokens and means in float32; the lines above it, means in 8 bits.) So
 // blocks of 1,024 and three rounds lose little (most in records, layer 4: 0.014 against 0.012 at K = 256), 8 bits lose
-// less than 0.001, and 16 tokens take half the memory of 8.
+// less than 0.001, and 16 tokens take half the memory of 8. Taken with clusters whose first partition halved sets of
+// tokens along a line; directions far apart, as now, change no error by more than chance, and the needles found by a
+// lot (cluster_search_ops.h).
 
 #pragma once
 
@@ -45,7 +47,7 @@
 namespace ctkvr {
 
 inline constexpr uint32_t kClusterBlockTokens = kSketchTokens;
-// Rounds of k-means after the first partition.
+// Rounds of k-means after the first directions.
 inline constexpr uint32_t kClusterRounds = 3;
 // So that a cluster's number within its block is a byte.
 inline constexpr uint32_t kTokensPerClusterMin = kClusterBlockTokens / 256;
@@ -109,13 +111,15 @@ constexpr ClusterLayout MakeClusterLayout(Format format, uint32_t head_dim, uint
 }
 
 // Clusters of tokens [begin, begin + count): ceil(count / tokens_per_cluster) of them, by k-means on the directions of
-// the mean-free keys. The first partition halves sets of tokens along the line between two that lie far apart; a round
-// gives each token to the cluster of the largest cosine (ties: the lower one) and makes the cluster's direction the sum
-// of its tokens' directions, where there is one. No random numbers. Clusters may end up empty. Written: means,
-// scales and spreads of clusters that are not empty, the centre of float keys, the whole order: of tokens of the block
-// that are not in [begin, begin + count), the offset is the slot, and a member among those counts for nothing.
-// REQUIRES: !view.raw(), count >= 1, begin % kClusterBlockTokens + count <= kClusterBlockTokens,
-// begin + count <= view.length.
+// the mean-free keys. The first direction is that of the first token, each further one that of the token whose largest
+// cosine with those before is the smallest (ties: the lower; T. F. Gonzalez, 1985,
+// https://doi.org/10.1016/0304-3975(85)90224-5), so that keys like few others, as needles are, get clusters of their
+// own; a round gives each token to the cluster of the largest cosine (ties: the lower one) and makes the cluster's
+// direction the sum of its tokens' directions, where there is one; at the end each token goes to its cluster once more.
+// No random numbers. Clusters may end up empty. Written: means, scales and spreads of clusters that are not empty, the
+// centre of float keys, the whole order: of tokens of the block that are not in [begin, begin + count), the offset is
+// the slot, and a member among those counts for nothing. REQUIRES: !view.raw(), count >= 1, begin % kClusterBlockTokens
+// + count <= kClusterBlockTokens, begin + count <= view.length.
 struct BuildClustersItem {
   HeadView view;
   ClusterLayout layout;
@@ -127,7 +131,7 @@ struct BuildClustersItem {
 constexpr size_t BuildClustersWorkspaceBytes(const ClusterLayout& layout) {
   const size_t key_dim = RoundUp(layout.head_dim, 16u), value_dim = RoundUp(layout.value_dim, 16u);
   const size_t floats = (kClusterBlockTokens + 2 * size_t{layout.clusters}) * key_dim + layout.clusters * value_dim;
-  return 4 * (floats + size_t{16} * layout.clusters + 5 * kClusterBlockTokens) + 64;
+  return 4 * (floats + size_t{16} * layout.clusters + 3 * kClusterBlockTokens) + 64;
 }
 
 // The sketch block of a block of clusters in its order: what `view` holds of the token at each of the 1,024 offsets,

@@ -14,25 +14,24 @@
 //
 //     expected(r, c) = logit(r, c) + (d < e ? d^2 / 2 : e * d - e^2 / 2),  e = sqrt(2 * ln tokens_per_cluster)
 //
-// Needle share (a token of over 10 % of a head's attention is among the 256 chosen) on 8,192-token traces of
-// SmolLM2-135M, clusters of 16; in the opened clusters two bit planes, then 512 candidates, unless said otherwise:
+// Needle share (a token of over 10 % of a head's attention is among the 256 chosen) on every second step of 8,192-token
+// traces of SmolLM2-135M, and bytes read, remainder included, as a share of an fp16 scan; through the server, clusters
+// of 17, a tail of up to 256 tokens, in the opened clusters two bit planes, then 384 candidates:
 //
-//     ranked by, opened                      records 7   records 18   records 23   code 4   prose 18   all
-//     expected, 50 %                         0.982       1.000        1.000        1.000    1.000      0.9992
-//     expected, 37 %                         0.982       0.997        1.000        1.000    1.000      0.9987
-//     expected, 25 %                         0.982       0.997        1.000        1.000    0.994      0.9983
-//     expected, 12 %                         0.964       0.992        0.971        1.000    0.994      0.9945
-//     without the bend at e, 25 %            0.973       0.997        1.000        1.000    0.994      0.9979
+//     opened                  records 7   records 18   records 23   code 4   prose 18   all      bytes
+//     30 %                    0.987       1.000        1.000        1.000    1.000      0.9993   16.8 %
+//     25 %                    0.987       0.998        1.000        1.000    0.996      0.9986   15.9 %
+//     20 %                    0.980       0.996        0.996        1.000    0.991      0.9973   15.1 %
+//     30 %, other clusters    0.960       1.000        1.000        1.000    1.000      0.9980   16.6 %
 //
-// Through the server, with remainder and a tail of up to 256 tokens, on records 7 and 23, prose 18 and code 17: half
-// opened finds 0.9947 (records 7: 0.972) and reads 21.1 % of an fp16 scan, planes of all keys 1.0000 and 33.6 %. So it
-// is for those who ask for it.
+// ("other clusters": k-means from sets of tokens halved along a line; cluster_ops.h says from what instead.) The
+// default opens 25 %. Estimates that are not drawn to the mean (ScanClustersItem), in numpy on records 7 and 23 and
+// prose 18 at 50 %: 0.9959 against 0.9988 with 384 candidates, 0.9924 against 0.9971 with 256.
 //
 // And of records 7, 17, 23 and prose 18 with one plane, 25 % opened: ranked by the mean alone 0.9630; by the mean plus
 // d^2 / 2 0.9923; by the mean plus 2 d 0.9892; by the best head instead of all 0.9923. Without the forced tokens in
 // lse_r records 23 falls from 1.000 to 0.976. A spread fitted to each head (0.6 to 2 times the isotropic one) finds no
-// more. One plane of all keys, drawn towards the mean of their cluster by the variances of both, finds 0.9969 at the
-// bytes at which two planes in half of the clusters find 0.9985, so planes are used as they are.
+// more. One plane, drawn to the mean, finds 0.9955 of ten traces in half of the clusters, two planes in 30 % 0.9987.
 
 #pragma once
 
@@ -44,7 +43,8 @@
 namespace ctkvr {
 
 // Opens the best clusters of [begin, end), as few as hold open_tokens of its tokens, or all. With logit(r, c) that of
-// score(r, c) = <query r, mean key of c>, and expected(r, c) as above, clusters are ranked as SelectTokens ranks tokens, with
+// score(r, c) = <query r, mean key of c>, and expected(r, c) as above, clusters are ranked as SelectTokens ranks
+// tokens, with
 //   expected(r, c) - lse_r in place of log p,
 //   lse_r = log(sum_c count[c] * exp(expected(r, c)) + sum over the forced tokens of exp(logit))
 // and equal values prefer the lower cluster. Cluster c of block b is number b * layout.clusters + c. One head ranks by
@@ -76,7 +76,7 @@ constexpr size_t SelectClustersWorkspaceBytes(const ClusterLayout& layout, uint3
 inline constexpr float kPlaneError[2] = {0.53f, 0.145f};
 
 // The tokens of [visible_begin, visible_end) that lie in an opened cluster, or below force_below, or at or after
-// force_from; where `estimates` is set, with the estimates of ScanPlanes, and those of opened clusters drawn to the mean:
+// force_from; where `estimates` is set, with the estimates of ScanPlanes, those of opened clusters drawn to the mean:
 //   score(r, c) + share(c) * (estimate(r, t) - score(r, c)),  share(c) = s / (s + e),  0 where s is 0
 //   s = spread[c]^2,  e = kPlaneError[first_planes - 1] * (s + |mean x of c|^2 / D), x as in formats.h
 // REQUIRES: coded and not raw where there are estimates. `tokens` has room for all. Where a sketch block of the view is

@@ -235,7 +235,8 @@ void AddSize(CLI::App& app, SizeFlags* flags) {
   size->add_option("--tokens", flags->tokens, "Token limit of a session; k is 1,024")->capture_default_str();
   size->add_option("--sessions", flags->sessions, "Sessions open at a time")->capture_default_str();
   size->add_option("--format", flags->format, "How keys and values are stored")->capture_default_str();
-  size->add_option("--tokens-per-cluster", flags->tokens_per_cluster, "Key clusters; 0: none")->capture_default_str();
+  size->add_option("--tokens-per-cluster", flags->tokens_per_cluster,
+                   "Tokens a key cluster; 0: none; left out: as the server does");
   size->add_option("--centroids", flags->centroids, "Query centroids a KV head; 0: none")->capture_default_str();
   size->add_option("--list-tokens", flags->list_tokens, "Tokens a list of them")->capture_default_str();
   size->add_option("--cache-slots", flags->cache_slots, "Slots of workers' row caches; 0: none")->capture_default_str();

@@ -87,16 +87,33 @@ void AddSelectionFlags(CLI::App* command, SelectionFlags* flags) {
       ->capture_default_str();
   command->add_option("--open-share", flags->open_share, "key_centroids_sketch: share of the tokens opened, at 8,192")
       ->capture_default_str();
-  command->add_option("--tokens-per-cluster", flags->tokens_per_cluster, "key_centroids: tokens a cluster")
+  command->add_option("--tokens-per-cluster", flags->tokens_per_cluster, "Tokens a key cluster; 0 keeps none")
       ->capture_default_str();
+  command->add_flag("--remainder,!--no-remainder", flags->remainder,
+                    "Ask for the attention over what was not chosen, where answers carry values");
+  command->add_flag("--maintain", flags->maintain,
+                    "Let the server take the tail into index and clusters between calls");
 }
+
+namespace {
+
+bool KeepsClusters(const SelectionFlags& flags) {
+  return flags.format.starts_with('k') && flags.tokens_per_cluster > 0;
+}
+
+bool CarriesValues(v1::AnswerMode mode) {
+  return mode == v1::ANSWER_MODE_ROWS || mode == v1::ANSWER_MODE_NEW_ROWS || mode == v1::ANSWER_MODE_ATTENTION;
+}
+
+}  // namespace
 
 v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags) {
   v1::SessionOptions options;
   options.set_format(Parse<v1::Format>("FORMAT_", flags.format, &v1::Format_Parse));
   options.set_first_planes(flags.first_planes);
   options.set_rotation_seed(flags.seed);
-  options.set_maintenance(v1::MAINTENANCE_MANUAL);
+  options.set_maintenance(flags.maintain ? v1::MAINTENANCE_AUTO : v1::MAINTENANCE_MANUAL);
+  options.mutable_key_clusters()->set_tokens_per_cluster(KeepsClusters(flags) ? flags.tokens_per_cluster : 0);
   if (flags.needle_share_target > 0) {
     options.mutable_policies()->set_needle_share_target(flags.needle_share_target);
   }
@@ -141,6 +158,7 @@ v1::AnswerOptions MakeAnswerOptions(const SelectionFlags& flags) {
   v1::AnswerOptions options;
   options.set_mode(Parse<v1::AnswerMode>("ANSWER_MODE_", flags.answer, &v1::AnswerMode_Parse));
   options.set_row_format(Parse<v1::RowFormat>("ROW_FORMAT_", flags.row_format, &v1::RowFormat_Parse));
+  options.set_remainder(flags.remainder && KeepsClusters(flags) && CarriesValues(options.mode()));
   return options;
 }
 

@@ -16,13 +16,13 @@ namespace ctkvr::cli {
 // Names as on the command line; counts in tokens unless said otherwise.
 struct SelectionFlags {
   std::string format = "k8v4";
-  std::string source = "sketch";
+  std::string source = "key_centroids_sketch";
   std::string reduction = "sum_softmax";
   uint32_t k_tokens = 256;
   uint32_t first_planes = 2;   // planes
   float keep_share = 0.2f;     // share of the tokens
   uint32_t refine_planes = 4;  // planes; 0: no second pass
-  uint32_t candidate_tokens = 512;
+  uint32_t candidate_tokens = 384;
   uint32_t centroids = 256;
   uint32_t list_tokens = 512;
   std::string placement = "last";
@@ -41,14 +41,16 @@ struct SelectionFlags {
   std::string row_format = "f16";
   float needle_share_target = 0;
   uint64_t seed = 1;
-  float open_share = 0.5f;  // at 8,192 tokens
-  uint32_t tokens_per_cluster = 16;
+  float open_share = 0.25f;  // at 8,192 tokens
+  uint32_t tokens_per_cluster = 17;
+  bool remainder = true;  // where the answer carries values and the session keeps key clusters
+  bool maintain = false;  // by the server, between calls
 };
 
 void AddSelectionFlags(CLI::App* command, SelectionFlags* flags);
 
 // Format, selection, sets of query centroids and key clusters (only where the source needs them), policies, first
-// planes, rotation seed, manual maintenance. Geometry, token limit and softmax are left to the caller. REQUIRES: names
+// planes, rotation seed, maintenance. Geometry, token limit and softmax are left to the caller. REQUIRES: names
 // as AddSelectionFlags lets through.
 v1::SessionOptions MakeSessionOptions(const SelectionFlags& flags);
 v1::AnswerOptions MakeAnswerOptions(const SelectionFlags& flags);

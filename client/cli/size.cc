@@ -66,7 +66,8 @@ absl::StatusOr<SessionConfig> MakeConfig(const SizeFlags& flags, const ModelGeom
   layer.format = *format;
   layer.softmax.scale = 1;
   if (!KeysAreCoded(*format)) layer.selection.source = Source::kExact;  // sketch reads bit planes
-  layer.tokens_per_cluster = flags.tokens_per_cluster;
+  const uint32_t default_tokens_per_cluster = KeysAreCoded(*format) ? limits::kTokensPerClusterDefault : 0;
+  layer.tokens_per_cluster = flags.tokens_per_cluster.value_or(default_tokens_per_cluster);
   if (flags.centroids > 0) layer.query_centroids = {.centroids = flags.centroids, .list_tokens = flags.list_tokens};
   SessionConfig config;
   config.layers.assign(geometry.layers, layer);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -35,8 +36,8 @@ struct SizeFlags {
   std::string tokens = "128k";
   uint32_t sessions = 1;
   std::string format = "k8v4";
-  uint32_t tokens_per_cluster = 0;
-  uint32_t centroids = 0;  // query centroids a KV head
+  std::optional<uint32_t> tokens_per_cluster;  // left out: the server's default; 0: no key clusters
+  uint32_t centroids = 0;                      // query centroids a KV head
   uint32_t list_tokens = 2048;
   uint32_t cache_slots = 0;
   uint32_t lanes = 8;

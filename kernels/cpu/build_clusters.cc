@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <span>
 #include <utility>
@@ -59,16 +60,13 @@ class ClusterBuilder {
     value_sums_ = take(size_t{layout_.clusters} * padded_values_);
     dots_ = take(size_t{kLanes} * layout_.clusters);
     inverse_norms_ = take(kClusterBlockTokens);
-    squares_ = take(kClusterBlockTokens);
-    projections_ = take(kClusterBlockTokens);
-    order_ = reinterpret_cast<uint32_t*>(take(kClusterBlockTokens));
+    nearest_ = take(kClusterBlockTokens);
     member_of_ = reinterpret_cast<uint32_t*>(take(kClusterBlockTokens));
   }
 
   void Build() {
     LoadKeys();
-    Partition();
-    MakeDirections();
+    Seed();
     for (uint32_t round = 0; round < kClusterRounds; ++round) {
       Assign();
       MakeDirections();
@@ -81,7 +79,7 @@ class ClusterBuilder {
  private:
   float* key(uint32_t token) { return keys_ + size_t{token} * padded_; }
 
-  // Keys less their mean, their squares and the inverse of their norms (0 for a key that is the mean).
+  // Keys less their mean, and the inverse of their norms (0 for a key that is the mean).
   void LoadKeys() {
     const HeadView& view = item_.view;
     const uint32_t dim = layout_.head_dim;
@@ -101,8 +99,8 @@ class ClusterBuilder {
     }
     if (!layout_.coded) Centre();
     for (uint32_t t = 0; t < item_.count; ++t) {
-      squares_[t] = DotOf(key(t), key(t), padded_);
-      inverse_norms_[t] = squares_[t] > 0 ? 1.0f / std::sqrt(squares_[t]) : 0.0f;
+      const float square = DotOf(key(t), key(t), padded_);
+      inverse_norms_[t] = square > 0 ? 1.0f / std::sqrt(square) : 0.0f;
     }
   }
 
@@ -115,59 +113,34 @@ class ClusterBuilder {
     std::memcpy(item_.block + layout_.centre_offset, centre, layout_.head_dim * sizeof(float));
   }
 
-  // A set of tokens on its way into clusters [first, first + clusters).
-  struct Part {
-    uint32_t begin = 0;  // in order_
-    uint32_t end = 0;
-    uint32_t first = 0;
-    uint32_t clusters = 0;
-  };
-
-  // Halves until each part is one cluster.
-  void Partition() {
-    std::iota(order_, order_ + item_.count, 0u);
-    Part waiting[32];  // depth first: at most one a level
-    uint32_t count = 0;
-    waiting[count++] = {.begin = 0, .end = item_.count, .first = 0, .clusters = clusters_};
-    while (count > 0) {
-      const Part part = waiting[--count];
-      if (part.clusters == 1) {
-        for (uint32_t n = part.begin; n < part.end; ++n) member_of_[order_[n]] = part.first;
-        continue;
+  // Of each cluster the direction of a key that is least like those before it; ties: the first.
+  void Seed() {
+    std::fill(nearest_, nearest_ + item_.count, -std::numeric_limits<float>::infinity());
+    uint32_t token = 0;
+    for (uint32_t c = 0; c < clusters_; ++c) {
+      float* direction = directions_ + size_t{c} * padded_;
+      std::fill(direction, direction + padded_, 0.0f);
+      AddScaled(direction, key(token), inverse_norms_[token], padded_);
+      for (uint32_t begin = 0; begin < item_.count; begin += kScoreBlockTokens) {
+        const uint32_t count = std::min(kScoreBlockTokens, item_.count - begin);
+        FindDots(begin, count, direction, 1);
+        for (uint32_t n = 0; n < count; ++n) {
+          nearest_[begin + n] = std::max(nearest_[begin + n], dots_[n] * inverse_norms_[begin + n]);
+        }
       }
-      SortAlongLine(part);
-      const uint32_t low = part.clusters / 2;
-      const uint32_t middle = part.begin + (part.end - part.begin) * low / part.clusters;
-      waiting[count++] = {.begin = middle, .end = part.end, .first = part.first + low, .clusters = part.clusters - low};
-      waiting[count++] = {.begin = part.begin, .end = middle, .first = part.first, .clusters = low};
+      token = static_cast<uint32_t>(std::min_element(nearest_, nearest_ + item_.count) - nearest_);
     }
   }
 
-  // The token of the part that lies farthest from `from`; ties: the first in order.
-  uint32_t Farthest(const Part& part, uint32_t from) {
-    uint32_t best = order_[part.begin];
-    float best_distance = -1;
-    for (uint32_t n = part.begin; n < part.end; ++n) {
-      const uint32_t token = order_[n];
-      const float distance = squares_[token] + squares_[from] - 2 * DotOf(key(token), key(from), padded_);
-      if (distance > best_distance) {
-        best_distance = distance;
-        best = token;
-      }
-    }
-    return best;
-  }
-
-  void SortAlongLine(const Part& part) {
-    const uint32_t far = Farthest(part, order_[part.begin]);
-    const uint32_t other = Farthest(part, far);
-    float* line = sums_;
-    std::memcpy(line, key(other), padded_ * sizeof(float));
-    AddScaled(line, key(far), -1.0f, padded_);
-    for (uint32_t n = part.begin; n < part.end; ++n) projections_[order_[n]] = DotOf(key(order_[n]), line, padded_);
-    std::sort(order_ + part.begin, order_ + part.end, [this](uint32_t a, uint32_t b) {
-      return projections_[a] != projections_[b] ? projections_[a] < projections_[b] : a < b;
-    });
+  // dots_ [count directions, kScoreBlockTokens] of keys from `begin` on.
+  void FindDots(uint32_t begin, uint32_t tokens, const float* directions, uint32_t count) {
+    kernels_.scan->dots({.keys = key(begin),
+                         .queries = directions,
+                         .tokens = tokens,
+                         .heads = count,
+                         .padded_dim = padded_,
+                         .dots = dots_,
+                         .stride = kScoreBlockTokens});
   }
 
   // A cluster without a direction keeps the one it had.
@@ -180,25 +153,17 @@ class ClusterBuilder {
       float* sum = sums_ + size_t{c} * padded_;
       const float square = DotOf(sum, sum, padded_);
       float* direction = directions_ + size_t{c} * padded_;
-      const float inverse = square > 0 ? 1.0f / std::sqrt(square) : 0.0f;
-      if (square > 0 || !directed_) {
-        for (uint32_t i = 0; i < padded_; ++i) direction[i] = inverse * sum[i];
-      }
+      if (square == 0) continue;
+      const float inverse = 1.0f / std::sqrt(square);
+      for (uint32_t i = 0; i < padded_; ++i) direction[i] = inverse * sum[i];
     }
-    directed_ = true;
   }
 
   // A token's norm changes no order of its cosines.
   void Assign() {
     for (uint32_t begin = 0; begin < item_.count; begin += kScoreBlockTokens) {
       const uint32_t count = std::min(kScoreBlockTokens, item_.count - begin);
-      kernels_.scan->dots({.keys = key(begin),
-                           .queries = directions_,
-                           .tokens = count,
-                           .heads = clusters_,
-                           .padded_dim = padded_,
-                           .dots = dots_,
-                           .stride = kScoreBlockTokens});
+      FindDots(begin, count, directions_, clusters_);
       float best[kScoreBlockTokens];
       std::copy(dots_, dots_ + count, best);
       std::fill(member_of_ + begin, member_of_ + begin + count, 0u);
@@ -256,7 +221,7 @@ class ClusterBuilder {
     StoreSpreads();
   }
 
-  // sums_ are means by now; squares of tokens become those of their distances.
+  // sums_ are means by now.
   void StoreSpreads() {
     float* squares = dots_;
     std::fill(squares, squares + clusters_, 0.0f);
@@ -308,12 +273,9 @@ class ClusterBuilder {
   float* value_sums_ = nullptr;  // [clusters, padded_values]
   float* dots_ = nullptr;        // [clusters, kScoreBlockTokens]
   float* inverse_norms_ = nullptr;
-  float* squares_ = nullptr;
-  float* projections_ = nullptr;
-  uint32_t* order_ = nullptr;
+  float* nearest_ = nullptr;  // [tokens]: the largest cosine with a direction so far
   uint32_t* member_of_ = nullptr;
   uint32_t counts_[kClustersMax];
-  bool directed_ = false;
 };
 
 }  // namespace

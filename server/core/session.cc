@@ -279,7 +279,7 @@ bool Session::ClustersDue(uint32_t layer) const {
   if (config().maintenance == Maintenance::kManual || held->length() <= state.failed_clustered) return false;
   if (held->length() <= clusters.begin() + limits::kQueryPositionsMax) return false;
   if (clusters.clustered_length() == 0) return held->length() >= held->config().selection.dense_below_tokens;
-  return held->length() - clusters.clustered_length() >= limits::kTailTokens;
+  return held->length() - clusters.clustered_length() >= limits::kClusterTailTokens;
 }
 
 uint32_t Session::NextClusterLayer() const {

@@ -37,10 +37,10 @@ struct Selection {
   uint32_t dense_below_tokens = 2048;
   float keep_share = 0.2f;
   uint32_t refine_planes = 4;
-  uint32_t candidate_tokens = 512;
+  uint32_t candidate_tokens = 384;
   uint32_t probes = 4;
   std::string centroid_set;
-  float open_share = 0.5f;
+  float open_share = 0.25f;
 
   bool operator==(const Selection&) const = default;
 };

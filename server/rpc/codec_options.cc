@@ -19,7 +19,7 @@ struct LayerDraft {
   uint32_t value_dim = 0;  // 0: head_dim
   SelectionOverride selection;
   std::optional<float> softmax_scale;
-  uint32_t tokens_per_cluster = 0;
+  std::optional<uint32_t> tokens_per_cluster;
 };
 
 // UNSPECIFIED is nothing: the caller's default or what a layer has already.
@@ -233,9 +233,11 @@ LayerConfig FinishLayer(LayerDraft draft) {
   layer.softmax.scale = draft.softmax_scale.value_or(
       layer.head_dim == 0 ? 1.0f : static_cast<float>(1.0 / std::sqrt(static_cast<double>(layer.head_dim))));
   Selection base;
-  base.source = KeysAreCoded(layer.format) ? Source::kSketch : Source::kExact;
+  const bool coded = KeysAreCoded(layer.format);
+  layer.tokens_per_cluster = draft.tokens_per_cluster.value_or(coded ? limits::kTokensPerClusterDefault : 0);
+  const bool clustered = layer.tokens_per_cluster > 0;
+  base.source = !coded ? Source::kExact : clustered ? Source::kKeyCentroidsSketch : Source::kSketch;
   layer.selection = Resolve(base, draft.selection);
-  layer.tokens_per_cluster = draft.tokens_per_cluster;
   return std::move(draft.config);
 }
 

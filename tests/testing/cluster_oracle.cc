@@ -5,9 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <functional>
 #include <limits>
-#include <numeric>
 
 namespace ctkvr::oracle {
 namespace {
@@ -32,12 +30,6 @@ Row ReadMean(const std::byte* levels, const std::byte* scales, size_t cluster, s
     mean[i] = ReadScale(scales, cluster) * ReadAt<int8_t>(levels, cluster * dim + i);
   }
   return mean;
-}
-
-Row Difference(const Row& a, const Row& b) {
-  Row row(a.size());
-  for (size_t i = 0; i < a.size(); ++i) row[i] = a[i] - b[i];
-  return row;
 }
 
 // Zeros stay zeros.
@@ -118,34 +110,17 @@ Clusters DecodeClusters(const ClusterLayout& layout, std::span<const std::byte* 
 }
 
 std::vector<uint32_t> ClusterKeys(const Matrix& keys, uint32_t clusters) {
+  Matrix units, directions;
+  for (const Row& key : keys) units.push_back(Direction(key));
+  Row nearest(keys.size(), -2);
+  for (size_t seed = 0; directions.size() < clusters;) {
+    directions.push_back(units[seed]);
+    for (size_t t = 0; t < keys.size(); ++t) nearest[t] = std::max(nearest[t], Dot(units[t], units[seed]));
+    seed = static_cast<size_t>(std::min_element(nearest.begin(), nearest.end()) - nearest.begin());
+  }
   std::vector<uint32_t> cluster_of(keys.size());
-  const auto farthest = [&](const std::vector<size_t>& part, size_t from) {
-    return *std::max_element(part.begin(), part.end(), [&](size_t a, size_t b) {
-      const Row to_a = Difference(keys[a], keys[from]), to_b = Difference(keys[b], keys[from]);
-      return Dot(to_a, to_a) < Dot(to_b, to_b);
-    });
-  };
-  const std::function<void(std::vector<size_t>, uint32_t, uint32_t)> halve = [&](std::vector<size_t> part,
-                                                                                 uint32_t first, uint32_t count) {
-    if (count == 1) {
-      for (const size_t t : part) cluster_of[t] = first;
-      return;
-    }
-    const size_t far = farthest(part, part[0]);
-    const Row line = Difference(keys[farthest(part, far)], keys[far]);
-    std::sort(part.begin(), part.end(),
-              [&](size_t a, size_t b) { return std::pair(Dot(keys[a], line), a) < std::pair(Dot(keys[b], line), b); });
-    const auto middle = part.begin() + static_cast<std::ptrdiff_t>(part.size() * (count / 2) / count);
-    halve({part.begin(), middle}, first, count / 2);
-    halve({middle, part.end()}, first + count / 2, count - count / 2);
-  };
-  std::vector<size_t> all(keys.size());
-  std::iota(all.begin(), all.end(), size_t{0});
-  halve(all, 0, clusters);
-  Matrix directions(clusters, Row(keys[0].size()));
   for (uint32_t round = 0; round <= kClusterRounds; ++round) {
-    directions = Directions(keys, cluster_of, directions);
-    if (round == kClusterRounds) break;
+    if (round > 0) directions = Directions(keys, cluster_of, directions);
     for (size_t t = 0; t < keys.size(); ++t) {
       Row cosines;
       for (const Row& direction : directions) cosines.push_back(Dot(keys[t], direction));

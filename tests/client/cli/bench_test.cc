@@ -61,7 +61,7 @@ TEST(Bench, RunsOneThenSeveralInFlight) {
   const auto client = client::Client::Connect({.address = server.address()});
   ASSERT_THAT(client, IsOk());
   Progress progress(stderr, false);
-  for (const char* source : {"sketch", "query_centroids"}) {
+  for (const char* source : {"sketch", "query_centroids", "key_centroids_sketch"}) {
     SCOPED_TRACE(source);
     BenchFlags flags = SmallFlags();
     flags.selection.source = source;
@@ -94,6 +94,7 @@ TEST(Bench, AttentionTakesFewBytes) {
   Progress progress(stderr, false);
   BenchFlags flags = SmallFlags();
   flags.selection.answer = "attention";
+  flags.selection.remainder = false;
   const auto result = Bench(**client, flags, &progress);
   ASSERT_THAT(result, IsOk());
   for (const BenchRun& run : result->runs) {

@@ -91,7 +91,23 @@ TEST_F(SelectionFlagsTest, KeyCentroidsComeWithTheirClusters) {
   EXPECT_EQ(MakeSessionOptions(flags_).key_clusters().tokens_per_cluster(), 32u);
   EXPECT_FALSE(MakeSessionOptions(flags_).selection().has_open_share());
   flags_.source = "sketch";
-  EXPECT_FALSE(MakeSessionOptions(flags_).has_key_clusters());
+  EXPECT_EQ(MakeSessionOptions(flags_).key_clusters().tokens_per_cluster(), 32u);
+  flags_.format = "f16";
+  EXPECT_EQ(MakeSessionOptions(flags_).key_clusters().tokens_per_cluster(), 0u);
+}
+
+TEST_F(SelectionFlagsTest, TheRemainderIsAskedForWhereValuesComeAndClustersAreKept) {
+  for (const char* answer : {"ids", "scores", "rows", "new_rows", "attention"}) {
+    flags_.answer = answer;
+    const bool values = std::string(answer) != "ids" && std::string(answer) != "scores";
+    EXPECT_EQ(MakeAnswerOptions(flags_).remainder(), values) << answer;
+  }
+  flags_.format = "f16";
+  EXPECT_FALSE(MakeAnswerOptions(flags_).remainder());
+  flags_.format = "k8v4";
+  ASSERT_TRUE(Parse({"--no-remainder", "--maintain"}));
+  EXPECT_FALSE(MakeAnswerOptions(flags_).remainder());
+  EXPECT_EQ(MakeSessionOptions(flags_).maintenance(), v1::MAINTENANCE_AUTO);
 }
 
 TEST_F(SelectionFlagsTest, EveryNameOffersAValue) {

@@ -316,14 +316,14 @@ TEST_P(KeyClustersTest, MaintenanceTakesInTheTailOfItsOwnAccord) {
   Grow(1000);
   harness_.RunAll();
   EXPECT_EQ(clustered_length(), 1000 - limits::kQueryPositionsMax);
-  Grow(1935);
+  Grow(1191);
   harness_.RunAll();
   EXPECT_EQ(clustered_length(), 936u);
-  Grow(1936);  // kTailTokens more
+  Grow(1192);  // kClusterTailTokens more
   harness_.RunAll();
   EXPECT_EQ(clustered_length(), 1024u);  // the first block is full; what is left is too little for another
-  AskAndExpectCovers(1936 - limits::kQueryPositionsMax);
-  AskAndExpectCovers(1935);
+  AskAndExpectCovers(1192 - limits::kQueryPositionsMax);
+  AskAndExpectCovers(1191);
 }
 
 // Every backend call of a build and of a retrieval fails once.

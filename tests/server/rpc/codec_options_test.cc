@@ -59,20 +59,25 @@ TEST(DecodeSessionOptionsTest, WhatIsLeftOutTakesTheDocumentedDefault) {
     EXPECT_EQ(layer.softmax.softcap, 0);
     EXPECT_TRUE(layer.softmax.sink_logits.empty());
     EXPECT_EQ(layer.query_centroids.centroids, 0u);
-    EXPECT_EQ(layer.tokens_per_cluster, 0u);
+    EXPECT_EQ(layer.tokens_per_cluster, 17u);
     EXPECT_FALSE(layer.absent || layer.dense);
-    EXPECT_EQ(layer.selection, Selection());
+    EXPECT_EQ(layer.selection, Selection{.source = Source::kKeyCentroidsSketch});
   }
 }
 
-TEST(DecodeSessionOptionsTest, TheDefaultSourceFollowsTheFormat) {
-  const std::pair<v1::Format, Source> cases[] = {
-      {v1::FORMAT_F32, Source::kExact},   {v1::FORMAT_F16, Source::kExact},   {v1::FORMAT_BF16, Source::kExact},
-      {v1::FORMAT_K8V8, Source::kSketch}, {v1::FORMAT_K8V4, Source::kSketch}, {v1::FORMAT_K6V4, Source::kSketch}};
-  for (const auto& [format, source] : cases) {
+TEST(DecodeSessionOptionsTest, TheDefaultSourceFollowsFormatAndClusters) {
+  for (const v1::Format format :
+       {v1::FORMAT_F32, v1::FORMAT_F16, v1::FORMAT_BF16, v1::FORMAT_K8V8, v1::FORMAT_K8V4, v1::FORMAT_K6V4}) {
+    SCOPED_TRACE(v1::Format_Name(format));
+    const bool coded = format >= v1::FORMAT_K8V8;
     v1::SessionOptions options = Bare(1);
     options.set_format(format);
-    EXPECT_EQ(Decoded(options).layers[0].selection.source, source) << v1::Format_Name(format);
+    EXPECT_EQ(Decoded(options).layers[0].selection.source, coded ? Source::kKeyCentroidsSketch : Source::kExact);
+    EXPECT_EQ(Decoded(options).layers[0].tokens_per_cluster, coded ? 17u : 0u);
+    options.mutable_key_clusters()->set_tokens_per_cluster(0);
+    EXPECT_EQ(Decoded(options).layers[0].selection.source, coded ? Source::kSketch : Source::kExact);
+    options.mutable_key_clusters()->set_tokens_per_cluster(32);
+    EXPECT_EQ(Decoded(options).layers[0].selection.source, coded ? Source::kKeyCentroidsSketch : Source::kExact);
   }
 }
 
@@ -82,7 +87,7 @@ TEST(DecodeSessionOptionsTest, TheDefaultSourceFollowsTheFormatOfTheLayer) {
   layer->add_layers(1);
   layer->set_format(v1::FORMAT_F16);
   const SessionConfig config = Decoded(options);
-  EXPECT_EQ(config.layers[0].selection.source, Source::kSketch);
+  EXPECT_EQ(config.layers[0].selection.source, Source::kKeyCentroidsSketch);
   EXPECT_EQ(config.layers[1].selection.source, Source::kExact);
 }
 
@@ -221,7 +226,7 @@ TEST(LayerOverrideTest, KeyClustersAreKeptWhereTheyAreAskedFor) {
     for (const LayerConfig& layer : Decoded(options).layers) counts.push_back(layer.tokens_per_cluster);
     return counts;
   };
-  EXPECT_THAT(per_layer(), ::testing::ElementsAre(0, 0, 0, 8));
+  EXPECT_THAT(per_layer(), ::testing::ElementsAre(17, 17, 0, 8));
   options.mutable_key_clusters()->set_tokens_per_cluster(32);
   EXPECT_THAT(per_layer(), ::testing::ElementsAre(32, 32, 0, 8));
 }
