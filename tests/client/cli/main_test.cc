@@ -119,7 +119,7 @@ TEST_F(MainTest, SessionsAreListedAndShown) {
 
 TEST_F(MainTest, ReplayPrintsATableAndJudges) {
   const std::string trace = std::string("replay ") + CTKVR_TRACE;
-  const Finished good = Cli(trace + " --every 16 --min-needle-share 0.95");
+  const Finished good = Cli(trace + " --every 16 --source sketch --min-needle-share 0.95");
   EXPECT_EQ(good.exit, 0) << good.out;
   EXPECT_THAT(good.out, AllOf(HasSubstr("needle share"), HasSubstr("records-layer07"), HasSubstr("decode: 100 %")));
   const Finished bad = Cli(trace + " --every 16 --source query_centroids --min-needle-share 0.95");

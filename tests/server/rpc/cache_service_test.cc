@@ -152,7 +152,7 @@ TEST_F(CacheServiceTest, GetTellsLengthsMemoryAndCodecs) {
   EXPECT_THAT(info.layers(0).codec().key_mean().dims(), ElementsAre(kKvHeads, kHeadDim));
   EXPECT_EQ(info.layers(0).codec().key_mean().data().size(), kKvHeads * kHeadDim * sizeof(float));
   EXPECT_EQ(info.layers(1).codec().code_generation(), 0u);
-  EXPECT_EQ(info.layers(0).selection().source(), v1::SOURCE_SKETCH);
+  EXPECT_EQ(info.layers(0).selection().source(), v1::SOURCE_KEY_CENTROIDS_SKETCH);
   EXPECT_FLOAT_EQ(info.layers(0).softmax().softmax_scale(), 1 / std::sqrt(static_cast<float>(kHeadDim)));
   const v1::SessionMemory& memory = info.memory();
   EXPECT_EQ(memory.held_bytes(),

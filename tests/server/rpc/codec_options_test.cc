@@ -480,7 +480,7 @@ TEST(EncodeSessionOptionsTest, EveryDefaultIsFilledIn) {
   EXPECT_TRUE(s.has_source() && s.has_k_tokens() && s.has_top_p() && s.has_min_share() && s.has_reduction() &&
               s.has_sink_tokens() && s.has_window_tokens() && s.has_dense_below_tokens() && s.has_keep_share() &&
               s.has_refine_planes() && s.has_candidate_tokens() && s.has_probes() && s.has_centroid_set());
-  EXPECT_EQ(s.source(), v1::SOURCE_SKETCH);
+  EXPECT_EQ(s.source(), v1::SOURCE_KEY_CENTROIDS_SKETCH);
   EXPECT_EQ(options.format(), v1::FORMAT_K8V4);
   EXPECT_EQ(options.geometry().value_dim(), 64u);
   EXPECT_TRUE(options.softmax().has_softmax_scale());
