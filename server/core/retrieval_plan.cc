@@ -69,9 +69,21 @@ std::optional<Source> ClusterSource(const Layer& layer) {
   return Source::kKeyCentroidsSketch;
 }
 
-// Whether a query that sees the first `seen` tokens may be served by clusters: they hold no later ones.
-bool SeesClusters(const Layer& layer, const Selection& selection, uint32_t seen) {
-  return NamesClusters(selection.source) && ClusteredLength(layer) > 0 && seen >= ClusteredLength(layer);
+// The tail that clusters may leave, all of which is answered: while they are built it would be most of a layer, which
+// planes of all keys serve better.
+constexpr uint32_t kSearchedTailTokens = 2 * limits::kClusterTailTokens;
+
+// Whether a query that sees the first `seen` tokens may be served by clusters: they hold no later ones, and the tail
+// behind them is short and fits the slots of a row cache.
+bool SeesClusters(const Layer& layer, const Selection& selection, const Query& query, uint32_t seen) {
+  const uint32_t clustered = ClusteredLength(layer);
+  if (!NamesClusters(selection.source) || clustered == 0 || seen < clustered) return false;
+  const uint64_t tail = seen - clustered;
+  if (query.answer.mode == AnswerMode::kNewRows && layer.slot_table() != nullptr) {
+    const uint64_t others = uint64_t{selection.k_tokens} + selection.sink_tokens + selection.window_tokens;
+    if (others + tail > layer.slot_table()->slots()) return false;
+  }
+  return tail <= kSearchedTailTokens;
 }
 
 // Tokens of the clusters that are opened. A needle in a longer context stands out by more: it outweighs more tokens.
@@ -131,7 +143,7 @@ PositionPlan PlanPosition(const Layer& layer, const Policing& policing, const Qu
   plan.force_from = seen - std::min(seen, selection.window_tokens);
   const bool has_tail = selection.source == Source::kQueryCentroids && layer.index()->live() != nullptr;
   if (has_tail) plan.force_from = std::min(plan.force_from, layer.index()->indexed_length());
-  const bool clusters = SeesClusters(layer, selection, seen);
+  const bool clusters = SeesClusters(layer, selection, query, seen);
   if (query.answer.remainder || clusters) {
     plan.force_below = std::max(plan.force_below, layer.clusters()->begin());
     plan.force_from = std::min(plan.force_from, layer.clusters()->clustered_length());

@@ -175,7 +175,7 @@ def test_inspect_shows_a_session_and_its_layers(serving: Serving) -> None:
         for part in ("2 layers, 4 query heads on 2 KV heads", "head_dim 32, value_dim 16, f32", "k8v8", f"k {K}"):
             assert part in text
         rows = re.findall(r"^│ +(\d) │ +(\d+) │ .*│ +(\w+) +│ +asked", text, re.MULTILINE)
-        assert rows == [("0", "700", "key_centroids_sketch"), ("1", "700", "key_centroids_sketch")]
+        assert rows == [("0", "700", "sketch"), ("1", "700", "sketch")]
         found = json.loads(serving.run("inspect", "inspected", "--json"))
         assert found["session_id"] == "inspected"
         assert int(found["memory"]["held_bytes"]) == info.memory.held_bytes

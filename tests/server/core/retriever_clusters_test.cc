@@ -31,7 +31,13 @@ LayerConfig ClusteredLayer(Format format, Source source) {
 class RetrieverClustersTest : public RetrieverTest {
  protected:
   void FillClustered(Format format, Source source, uint32_t tail = 0) {
-    Fill(SmallConfig(ClusteredLayer(format, source)), kLength - tail);
+    FillClustered(ClusteredLayer(format, source), tail);
+  }
+  void FillClustered(const LayerConfig& layer, uint32_t tail, uint32_t cache_slots = 0) {
+    SessionConfig config = SmallConfig(layer);
+    config.cache_slots = cache_slots;
+    config.token_limit = 2048;
+    Fill(config, kLength - tail);
     ASSERT_THAT(harness_.Maintain("s"), IsOk());
     if (tail == 0) return;
     ASSERT_THAT(harness_.Append("s", tokens_->Append(kLength - tail, tail)), IsOk());
@@ -108,6 +114,34 @@ TEST_P(RetrieverClustersTest, TheTailIsAlwaysIncluded) {
         EXPECT_TRUE(std::binary_search(set.ids.begin(), set.ids.end(), token)) << token;
       }
     }
+    ASSERT_THAT(harness_.Close(Ref("s")), IsOk());
+  }
+}
+
+// While clusters are built, most of a layer is tail.
+TEST_P(RetrieverClustersTest, ALongTailIsServedByPlanes) {
+  for (const uint32_t tail : {512u, 513u}) {
+    LayerConfig layer = ClusteredLayer(Format::kK8V4, Source::kKeyCentroidsSketch);
+    layer.selection.open_share = 0.01f;
+    layer.selection.candidate_tokens = 20;
+    FillClustered(layer, 0);
+    ASSERT_THAT(harness_.Append("s", tokens_->Append(kLength, tail)), IsOk());
+    const auto answer = harness_.Retrieve("s", tokens_->Ask(kLength + tail));
+    ASSERT_THAT(answer, IsOk());
+    EXPECT_EQ(answer->source, tail == 512 ? Source::kKeyCentroidsSketch : Source::kSketch);
+    EXPECT_EQ(answer->always_tokens, kSinks + (tail == 512 ? tail : kWindow));
+    ASSERT_THAT(harness_.Close(Ref("s")), IsOk());
+  }
+}
+
+TEST_P(RetrieverClustersTest, ATailThatSlotsCannotHoldIsServedByPlanes) {
+  for (const uint32_t slots : {78u, 77u}) {  // 16 chosen, 4 sinks, a window of 8, a tail of 50
+    FillClustered(ClusteredLayer(Format::kK8V4, Source::kKeyCentroidsSketch), 50, slots);
+    OwnedQuery query = tokens_->Ask(kLength);
+    query.query.answer.mode = AnswerMode::kNewRows;
+    const auto answer = harness_.Retrieve("s", query);
+    ASSERT_THAT(answer, IsOk());
+    EXPECT_EQ(answer->source, slots == 78 ? Source::kKeyCentroidsSketch : Source::kSketch);
     ASSERT_THAT(harness_.Close(Ref("s")), IsOk());
   }
 }
